@@ -1,0 +1,1 @@
+"""Performance model and simulator of a plan. Standard library only."""

@@ -1,0 +1,1 @@
+"""What happens: lanes, pinned host state, staging slots, measurement."""
