@@ -1,0 +1,44 @@
+"""Which subgroups stay on the GPU, which are streamed to it, and which the CPU updates."""
+
+from __future__ import annotations
+
+from deep_offload.plan.ops import Place, Placement
+
+
+def place_by_share(num_subgroups: int, gpu_share: float, resident_fraction: float = 0.0) -> Placement:
+    """Spread `gpu_share` (0..1) of the offloaded subgroups evenly over the update (Bresenham).
+
+    Residents come first in forward order: their gradients are the last of the backward pass and never leave the GPU,
+    so the flush of all other gradients ends before the backward pass does.
+    """
+    residents = num_residents(num_subgroups, resident_fraction)
+    offloaded = num_subgroups - residents
+    on_gpu = round(offloaded * gpu_share)
+    return (Place.RESIDENT,) * residents + tuple(
+        Place.GPU if (j + 1) * on_gpu // offloaded > j * on_gpu // offloaded else Place.CPU for j in range(offloaded)
+    )
+
+
+def place_by_stride(num_subgroups: int, stride: int | None, resident_fraction: float = 0.0) -> Placement:
+    """Every `stride`-th offloaded subgroup on the GPU, the method's k; None: all on the CPU, 1: all streamed."""
+    residents = num_residents(num_subgroups, resident_fraction)
+    return (Place.RESIDENT,) * residents + tuple(
+        Place.GPU if stride is not None and j % stride == stride - 1 else Place.CPU
+        for j in range(num_subgroups - residents)
+    )
+
+
+def num_residents(num_subgroups: int, resident_fraction: float) -> int:
+    """Subgroups that stay on the GPU; rounded down, so that a memory budget is never exceeded."""
+    return int(num_subgroups * resident_fraction + 1e-9)
+
+
+def gpu_share_of(placement: Placement) -> float:
+    """Share of the offloaded subgroups that the GPU updates; 0 when nothing is offloaded."""
+    offloaded = sum(place is not Place.RESIDENT for place in placement)
+    return sum(place is Place.GPU for place in placement) / offloaded if offloaded else 0.0
+
+
+def nearest_stride(gpu_share: float) -> int | None:
+    """The method's stride closest to a share, for reports: 1/2 is stride 2, 0 is None."""
+    return None if gpu_share <= 0 else max(1, round(1 / gpu_share))
