@@ -1,0 +1,108 @@
+"""Host memory for optimizer state: one shared mapping, exact sizes, pinned in chunks."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deep_offload.kernels import cpu as cpu_kernels
+from deep_offload.plan.storage import page_rounded
+
+PIN_CHUNK_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """One array to place: elements and type."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return page_rounded(self.numel * self.dtype.itemsize)
+
+
+class HostArena:
+    """Owns host memory for all arrays of one rank; `arrays` are views, valid until `close`.
+
+    The mapping is shared (memfd), because data workers and checkpoint writers fork, and a fork would copy private
+    pinned pages. Pages are touched once, zeroed, by the threads that will use them. With `pin` the pages are
+    registered with CUDA in chunks that no array crosses; if that fails the arena stays pageable, with one warning.
+    """
+
+    def __init__(
+        self, specs: Sequence[ArraySpec], *, pin: bool, num_threads: int, warn: Callable[[str], None]
+    ) -> None:
+        self._specs = tuple(specs)
+        self.num_bytes = sum(s.num_bytes for s in specs)
+        self.is_pinned = False
+        self._registered: list[int] = []
+        self.arrays: list[torch.Tensor] = []
+        if self.num_bytes == 0:
+            self.arrays = [torch.empty(0, dtype=s.dtype) for s in specs]
+            return
+        self._mapping = _shared_mapping(self.num_bytes)
+        base = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        cpu_kernels.first_touch(base, num_threads)
+        offset = 0
+        for spec in self._specs:
+            raw = base[offset : offset + spec.numel * spec.dtype.itemsize]
+            self.arrays.append(raw.view(spec.dtype))
+            offset += spec.num_bytes
+        if pin:
+            self.is_pinned = self._pin(base.data_ptr(), warn)
+
+    def _pin(self, address: int, warn: Callable[[str], None]) -> bool:
+        cudart = torch.cuda.cudart()
+        for start, num_bytes in _chunks([s.num_bytes for s in self._specs], self.num_bytes):
+            status = int(cudart.cudaHostRegister(address + start, num_bytes, 0))
+            if status != 0:
+                for registered in self._registered:
+                    cudart.cudaHostUnregister(registered)
+                self._registered.clear()
+                warn(
+                    f"pinning {self.num_bytes / 2**30:.1f} GiB of host memory failed (CUDA error {status}): copies use "
+                    "pageable memory and reach about a tenth of the link; raise the memory limit or lower the state"
+                )
+                return False
+            self._registered.append(address + start)
+        return True
+
+    def close(self) -> None:
+        """Unpin and drop the arrays. No copy may be in flight."""
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._registered.clear()
+        self.arrays.clear()
+
+
+def _shared_mapping(num_bytes: int) -> mmap.mmap:
+    descriptor = os.memfd_create("deep_offload_state")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        raise ValueError(
+            f"{num_bytes / 2**30:.2f} GiB of host memory for optimizer state could not be mapped ({error}): "
+            "use more GPUs or raise --offload-resident-fraction"
+        ) from error
+    finally:
+        os.close(descriptor)
+    return mapping
+
+
+def _chunks(sizes: Sequence[int], total: int) -> list[tuple[int, int]]:
+    """Cut [0, total) between arrays into ranges (start, bytes) of PIN_CHUNK_BYTES or a little more."""
+    borders = [0]
+    offset = 0
+    for size in sizes:
+        if offset - borders[-1] >= PIN_CHUNK_BYTES:
+            borders.append(offset)
+        offset += size
+    borders.append(total)
+    return [(a, b - a) for a, b in zip(borders, borders[1:], strict=False)]
