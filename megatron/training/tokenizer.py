@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 _EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 _TIKTOKEN_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-_TIKTOKEN_NUM_SPECIALS = 1000  # ids 0..999 are reserved by the vocabulary format that Megatron's users have
 _TIKTOKEN_DEFAULT_VOCAB_SIZE = 2**17
 # The two splitting rules that Mistral-style (v1) and later (v2) vocabularies were trained with.
 _TIKTOKEN_PATTERNS = {
@@ -77,6 +76,22 @@ class NullTokenizer:
         return " ".join(str(token) for token in ids)
 
 
+class ByteLevelTokenizer:
+    """The UTF-8 bytes of the text are the ids 0..255; 256 ends documents."""
+
+    vocab_size = 257
+    eod = 256
+    unique_identifiers = _identifiers("ByteLevelTokenizer", None, vocab_size, eod)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the bytes of `text`."""
+        return list(text.encode("utf-8"))
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`; ends of documents vanish, broken sequences become replacement characters."""
+        return bytes(token for token in ids if token < 256).decode("utf-8", errors="replace")
+
+
 class FastTokenizer:
     """A tokenizer of the `tokenizers` library: byte-level BPE, a tokenizer.json, ..."""
 
@@ -96,16 +111,22 @@ class FastTokenizer:
 
 
 class TransformersTokenizer:
-    """A tokenizer folder that has no tokenizer.json, read through `transformers`."""
+    """A folder that has no tokenizer.json, or the name of a model, read through `transformers` (imports torch)."""
 
-    def __init__(self, folder: Path) -> None:
-        transformers = _require("transformers", "HuggingFaceTokenizer on a folder without tokenizer.json")
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    def __init__(self, source: str) -> None:
+        transformers = _require("transformers", f"HuggingFaceTokenizer without a tokenizer.json in {source}")
+        try:
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        except (OSError, ValueError):
+            raise ValueError(
+                f"--tokenizer-model {source} is no local folder or file that holds a tokenizer, and no tokenizer of "
+                "that name could be loaded: give a folder with a tokenizer.json"
+            ) from None
         if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"the tokenizer in {folder} names no end-of-text token: set eos_token in its config")
+            raise ValueError(f"the tokenizer {source} names no end-of-text token: set eos_token in its config")
         self.vocab_size = len(self._tokenizer)
         self.eod = int(self._tokenizer.eos_token_id)
-        self.unique_identifiers = _identifiers("HuggingFaceTokenizer", str(folder), self.vocab_size, self.eod)
+        self.unique_identifiers = _identifiers("HuggingFaceTokenizer", source, self.vocab_size, self.eod)
 
     def tokenize(self, text: str) -> list[int]:
         """Return the ids of `text`, with the special tokens the folder's settings ask for."""
@@ -139,17 +160,17 @@ class SentencePieceTokenizer:
 
 
 class TikTokenizer:
-    """A tiktoken vocabulary: Megatron's JSON list, ids moved up behind 1000 special tokens; or a `.tiktoken` file."""
+    """A tiktoken vocabulary: Megatron's JSON list, ids moved up behind special tokens; or a `.tiktoken` file."""
 
-    def __init__(self, path: Path, vocab_size: int | None, pattern: str) -> None:
+    def __init__(self, path: Path, vocab_size: int | None, pattern: str, num_special_tokens: int) -> None:
         tiktoken = _require("tiktoken", "TikTokenizer")
         if pattern not in _TIKTOKEN_PATTERNS:
             raise ValueError(f"--tiktoken-pattern is {pattern!r}, allowed are {', '.join(_TIKTOKEN_PATTERNS)}")
         if path.suffix == ".json":
             wanted = _TIKTOKEN_DEFAULT_VOCAB_SIZE if vocab_size is None else vocab_size
-            ranks = _read_tiktoken_json(path, wanted)
+            ranks = _read_tiktoken_json(path, wanted, num_special_tokens)
             names = [*_TIKTOKEN_SPECIALS]
-            names += [f"<SPECIAL_{i}>" for i in range(len(names), _TIKTOKEN_NUM_SPECIALS)]
+            names += [f"<SPECIAL_{i}>" for i in range(len(names), num_special_tokens)]
             specials = {name: i for i, name in enumerate(names)}
             self.eod = specials["</s>"]
         else:
@@ -194,16 +215,20 @@ def _read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
 
-def _read_tiktoken_json(path: Path, vocab_size: int) -> dict[bytes, int]:
+def _read_tiktoken_json(path: Path, vocab_size: int, num_special_tokens: int) -> dict[bytes, int]:
+    if num_special_tokens < len(_TIKTOKEN_SPECIALS):
+        raise ValueError(
+            f"--tiktoken-num-special-tokens is {num_special_tokens}, at least {len(_TIKTOKEN_SPECIALS)} are needed"
+        )
     entries = _read_json(path)
-    num_ranks = vocab_size - _TIKTOKEN_NUM_SPECIALS
+    num_ranks = vocab_size - num_special_tokens
     if not isinstance(entries, list) or not 256 <= num_ranks <= len(entries):
         have = len(entries) if isinstance(entries, list) else "no list of"
         raise ValueError(
             f"{path} holds {have} ranks, but --vocab-size {vocab_size} wants {num_ranks} of them beside "
-            f"{_TIKTOKEN_NUM_SPECIALS} special tokens: change --vocab-size"
+            f"{num_special_tokens} special tokens: change --vocab-size"
         )
-    return {base64.b64decode(e["token_bytes"]): e["rank"] + _TIKTOKEN_NUM_SPECIALS for e in entries[:num_ranks]}
+    return {base64.b64decode(e["token_bytes"]): e["rank"] + num_special_tokens for e in entries[:num_ranks]}
 
 
 def _read_tiktoken_ranks(path: Path) -> dict[bytes, int]:
@@ -232,10 +257,13 @@ def _named_end_token(folder: Path) -> str | None:
     return None
 
 
-def _build_huggingface(path: Path) -> Tokenizer:
+def _build_huggingface(model: str | None) -> Tokenizer:
+    if model is None:
+        raise ValueError("--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model")
+    path = Path(model)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.exists():
-        return TransformersTokenizer(path)
+        return TransformersTokenizer(model)
     tokenizers = _require("tokenizers", "HuggingFaceTokenizer")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -246,7 +274,7 @@ def _build_huggingface(path: Path) -> Tokenizer:
     for candidate in candidates:
         eod = tokenizer.token_to_id(candidate)
         if eod is not None:
-            return FastTokenizer("HuggingFaceTokenizer", tokenizer, eod, str(path))
+            return FastTokenizer("HuggingFaceTokenizer", tokenizer, eod, model)
     raise ValueError(
         f"{file} has no end-of-text token (looked for {', '.join(candidates)}): name one as eos_token in "
         "tokenizer_config.json beside it"
@@ -273,6 +301,7 @@ TOKENIZER_TYPES = (
     "Llama2Tokenizer",
     "TikTokenizer",
     "NullTokenizer",
+    "ByteLevelTokenizer",
 )
 
 
@@ -282,7 +311,8 @@ def build_tokenizer(
     vocab_file: str | None = None,
     merge_file: str | None = None,
     vocab_size: int | None = None,
-    tiktoken_pattern: str = "v2",
+    tiktoken_pattern: str | None = None,
+    tiktoken_num_special_tokens: int = 1000,
 ) -> Tokenizer:
     """Return the tokenizer that `--tokenizer-type type` names.
 
@@ -294,13 +324,15 @@ def build_tokenizer(
         if vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
         return NullTokenizer(vocab_size)
+    if type == "ByteLevelTokenizer":
+        return ByteLevelTokenizer()
+    if type == "HuggingFaceTokenizer":
+        return _build_huggingface(model)
     if type == "GPT2BPETokenizer":
         return _build_gpt2(_existing(vocab_file, type, "--vocab-file"), _existing(merge_file, type, "--merge-file"))
     if type not in TOKENIZER_TYPES:
         raise ValueError(f"--tokenizer-type is {type!r}, allowed are {', '.join(TOKENIZER_TYPES)}")
     path = _existing(model, type, "--tokenizer-model")
-    if type == "HuggingFaceTokenizer":
-        return _build_huggingface(path)
     if type == "TikTokenizer":
-        return TikTokenizer(path, vocab_size, tiktoken_pattern)
+        return TikTokenizer(path, vocab_size, tiktoken_pattern or "v2", tiktoken_num_special_tokens)
     return SentencePieceTokenizer(type, path, adds_start=type == "Llama2Tokenizer")
