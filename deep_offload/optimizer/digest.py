@@ -1,0 +1,37 @@
+"""The state digest: one sha256 of parameters and optimizer state that no placement, storage or layout changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DigestEntry:
+    """One full, unpadded tensor: its parameter's global name, its kind, type, shape and the sha256 of its bytes."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+def digest_entry(name: str, kind: str, tensor: torch.Tensor) -> DigestEntry:
+    """Hash a tensor's elements in row-major order. kind: param, master, exp_avg or exp_avg_sq."""
+    data = tensor.detach().cpu().contiguous()
+    raw = hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy())
+    return DigestEntry(name, kind, str(data.dtype).removeprefix("torch."), tuple(data.shape), raw.hexdigest())
+
+
+def combine(entries: Iterable[DigestEntry], step: int) -> str:
+    """The digest of a whole state, `sha256:<hex>`; entries in any order, equal ones (tied copies) counted once."""
+    total = hashlib.sha256()
+    for entry in sorted(set(entries)):
+        shape = ",".join(map(str, entry.shape))
+        total.update(f"{entry.name}|{entry.kind}|{entry.dtype}|{shape}|{entry.sha256}\n".encode())
+    total.update(f"step|{step}\n".encode())
+    return f"sha256:{total.hexdigest()}"

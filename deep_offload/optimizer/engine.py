@@ -1,0 +1,315 @@
+"""The engine: Adam over flat shards, state placed by a plan, updated on CPU and GPU at once. Knows no front end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deep_offload.kernels import reference
+from deep_offload.kernels.scalars import AdamClass, scalar_row
+from deep_offload.plan.check import check_plan
+from deep_offload.plan.layout import MasterStorage, ShardLayout, ShardSpec, Subgroup
+from deep_offload.plan.ops import OpKind, Place, Placement
+from deep_offload.plan.planner import OpSeconds, build_plan
+from deep_offload.plan.execute import PlanRun
+from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
+from deep_offload.plan.timeline import Timeline
+from deep_offload.runtime.lanes import CudaDevice, HostDevice, LaneBackend
+from deep_offload.runtime.state import DeviceState, HostState, StatePlan
+from deep_offload.runtime.worker import DeviceBuffers, StepInputs, SubgroupWorker
+
+STATE_NAMES = (MASTER, EXP_AVG, EXP_AVG_SQ)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, end) of a shard that belong to parameter number `param` of the front end."""
+
+    start: int
+    end: int
+    param: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A flat piece of the training loop's buffers that this rank updates: views [numel], owned by the front end.
+
+    segments are sorted and disjoint; what they leave out is padding, whose state and weights stay zero.
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    segments: tuple[Segment, ...]
+
+    @property
+    def spec(self) -> ShardSpec:
+        return ShardSpec(self.param.numel(), self.param.dtype.itemsize, self.grad.dtype.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What was decided about placement. wire_dtype: type of 16-bit gradient buffers' gradients on the host."""
+
+    placement: Placement
+    num_slots: int
+    split_master: bool
+    wire_dtype: torch.dtype
+    num_threads: int
+
+
+class OffloadEngine:
+    """Owns optimizer state and lanes of one rank.
+
+    An iteration: `grads_ready(i)` for subgroups whose gradient is final, then `update(...)` or `skip_update()`, then
+    `wait_until_reusable()` before gradients are zeroed and parameters read. Calls come from one thread at a time.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        layout: ShardLayout,
+        settings: EngineSettings,
+        *,
+        warn: Callable[[str], None],
+        seconds: OpSeconds | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.layout = layout
+        self.settings = settings
+        self._shards = tuple(shards)
+        self._device = shards[0].param.device if shards else device or torch.device("cpu")
+        self.plan = build_plan(layout, settings.placement, settings.num_slots, seconds)
+        check_plan(self.plan)
+        self._buffers = DeviceBuffers([self._view(s, "param") for s in layout.subgroups], [self._view(s, "grad") for s in layout.subgroups])
+        self._state_plan = StatePlan(
+            layout, settings.placement, settings.split_master, settings.wire_dtype, tuple(s.param.dtype for s in shards)
+        )
+        on_gpu = self._device.type == "cuda"
+        self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn)
+        self._device_state = DeviceState(self._state_plan, settings.num_slots, self._device)
+        self._worker = SubgroupWorker(
+            self._state_plan, self._host, self._device_state, self._buffers, settings.num_threads
+        )
+        self._backend = LaneBackend(self._worker.handlers, CudaDevice(self._device) if on_gpu else HostDevice())
+        self._run: PlanRun | None = None
+        self._closing: PlanRun | None = None
+        self._finished: PlanRun | None = None
+        self._ready: set[int] = set()
+        self._segments = _SegmentTables(self._shards, layout, self._device)
+        self.wait_seconds = 0.0
+        """Seconds the training loop waited for the last update."""
+        for i in range(len(layout.subgroups)):
+            self.refresh_master(i)
+
+    # -- one iteration ------------------------------------------------------------------------------------------
+
+    def grads_ready(self, i: int) -> None:
+        """The gradient of subgroup i is final on the device (as of the current stream): its flush may start."""
+        self._begin()
+        if i not in self._ready:
+            self._ready.add(i)
+            self._current().fire(OpKind.GRADS_READY, i)
+
+    def update(self, classes: Sequence[AdamClass], class_of: Sequence[int], grad_scale: float) -> None:
+        """Update every subgroup with final gradients times `grad_scale`; returns once the work is with the lanes.
+
+        classes: what groups of parameters share; class_of[p]: class of parameter p, or HOLD (-1) to leave it alone.
+        """
+        if not self.layout.subgroups:
+            return
+        for i in reversed(range(len(self.layout.subgroups))):
+            self.grads_ready(i)
+        scalars = torch.tensor([scalar_row(c) for c in classes], dtype=torch.float32)
+        host_tables, device_tables = self._segments.tables(tuple(class_of))
+        self._worker.inputs = StepInputs(
+            scalars, scalars.to(self._device), host_tables, device_tables, grad_scale, all(c.decoupled for c in classes)
+        )
+        run = self._current()
+        run.fire(OpKind.NORM_READY)
+        self._closing, self._run = run, None
+        self._ready.clear()
+        self._begin()
+
+    def skip_update(self) -> None:
+        """Leave this iteration's update out; state stays as it is. What was prefetched is dropped."""
+        self._drop_run()
+
+    def wait_until_reusable(self) -> None:
+        """Make the training loop wait until gradients may be overwritten and every parameter is in place."""
+        if self._closing is None:
+            self._backend.raise_if_failed()
+            return
+        start = time.perf_counter()
+        self._closing.fire(OpKind.GRADS_REUSABLE)
+        for i in range(len(self.layout.subgroups)):
+            self._closing.fire(OpKind.PARAMS_NEEDED, i)
+        self.wait_seconds = time.perf_counter() - start
+        self._finished, self._closing = self._closing, None
+
+    def synchronize(self) -> None:
+        """Wait for all lanes: state and parameters are final afterwards. Raises what a lane raised."""
+        self.wait_until_reusable()
+        self._backend.synchronize()
+
+    def timeline(self) -> Timeline | None:
+        """Measured times of the last complete iteration; synchronizes."""
+        self.synchronize()
+        return None if self._finished is None else self._backend.timeline(self._finished.completions)
+
+    def close(self) -> None:
+        """Finish all work, end the threads, release host memory. The engine cannot be used afterwards."""
+        try:
+            self.synchronize()
+        finally:
+            self._backend.close()
+            self._host.close()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    @property
+    def traffic(self) -> dict[str, int]:
+        """Bytes moved and parameters updated since the start, by lane."""
+        return self._worker.traffic.as_dict()
+
+    @property
+    def host_bytes(self) -> int:
+        return self._host.num_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of resident state and staging slots on the device."""
+        return self._device_state.num_bytes
+
+    def read_state(self, i: int) -> dict[str, torch.Tensor]:
+        """fp32 master, exp_avg and exp_avg_sq [numel] of subgroup i. Call `synchronize` first.
+
+        Tensors may be views of the engine's own: read them before the next update and do not write.
+        """
+        arrays = self._home(i)
+        state = {EXP_AVG: arrays[EXP_AVG], EXP_AVG_SQ: arrays[EXP_AVG_SQ]}
+        match self._storage(i):
+            case MasterStorage.FULL:
+                state[MASTER] = arrays[MASTER]
+            case MasterStorage.SPLIT:
+                low = arrays[MASTER]
+                state[MASTER] = reference.merge_master(self._buffers.weights[i].to(low.device), low)
+            case MasterStorage.WEIGHT:
+                state[MASTER] = self._buffers.weights[i]
+        return state
+
+    def write_state(self, i: int, name: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite elements from `start` of one state of subgroup i with fp32 values; a master also sets its weights."""
+        self._drop_run()
+        piece = slice(start, start + values.numel())
+        arrays = self._home(i)
+        if name != MASTER:
+            arrays[name][piece].copy_(values)
+            return
+        weight = self._buffers.weights[i][piece]
+        match self._storage(i):
+            case MasterStorage.FULL:
+                arrays[MASTER][piece].copy_(values)
+                weight.copy_(reference.round_to(values, weight.dtype))
+            case MasterStorage.SPLIT:
+                high, low = reference.split_master(values)
+                weight.copy_(high)
+                arrays[MASTER][piece].copy_(low)
+            case MasterStorage.WEIGHT:
+                weight.copy_(values)
+
+    def refresh_master(self, i: int, start: int = 0, end: int | None = None) -> None:
+        """Make the master of elements [start, end) of subgroup i equal to the weights that stand in the buffer now."""
+        self._drop_run()
+        piece = slice(start, self.layout.subgroups[i].numel if end is None else end)
+        arrays = self._home(i)
+        match self._storage(i):
+            case MasterStorage.FULL:
+                arrays[MASTER][piece].copy_(self._buffers.weights[i][piece].float())
+            case MasterStorage.SPLIT:
+                arrays[MASTER][piece].zero_()
+            case MasterStorage.WEIGHT:
+                pass
+
+    def subgroups_of(self, shard: int, start: int, end: int) -> list[Subgroup]:
+        """Subgroups that hold any of elements [start, end) of a shard."""
+        return [s for s in self.layout.subgroups if s.shard == shard and s.start < end and start < s.start + s.numel]
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Start the next iteration's run; its first prefetches go behind the flushes of the run before."""
+        if self._run is None:
+            self._run = PlanRun(self.plan, self._backend, previous=self._closing or self._finished)
+
+    def _current(self) -> PlanRun:
+        assert self._run is not None
+        return self._run
+
+    def _drop_run(self) -> None:
+        """Forget a begun iteration: a skipped step, a load or a new placement makes what was prefetched worthless."""
+        if self._run is None and self._closing is None and self._finished is None:
+            return
+        self.synchronize()
+        self._run = self._finished = None
+        self._ready.clear()
+
+    def _home(self, i: int) -> dict[str, torch.Tensor]:
+        is_resident = self.settings.placement[i] is Place.RESIDENT
+        return self._device_state.resident[i] if is_resident else self._host.arrays[i]
+
+    def _storage(self, i: int) -> MasterStorage:
+        return self._state_plan.storage(self.layout.subgroups[i])
+
+    def _view(self, subgroup: Subgroup, name: str) -> torch.Tensor:
+        return getattr(self._shards[subgroup.shard], name)[subgroup.start : subgroup.start + subgroup.numel]
+
+
+class _SegmentTables:
+    """Per subgroup: which elements take which class of scalars. Built once for each assignment of classes."""
+
+    def __init__(self, shards: Sequence[Shard], layout: ShardLayout, device: torch.device) -> None:
+        self._shards = shards
+        self._layout = layout
+        self._device = device
+        self._key: tuple[int, ...] | None = None
+        self._host: list[torch.Tensor] = []
+        self._on_device: list[object] = []
+
+    def tables(self, class_of: tuple[int, ...]) -> tuple[list[torch.Tensor], list[object]]:
+        if class_of != self._key:
+            self._host = [self._table(s, class_of) for s in self._layout.subgroups]
+            self._on_device = [_device_table(t, self._device) for t in self._host]
+            self._key = class_of
+        return self._host, self._on_device
+
+    def _table(self, subgroup: Subgroup, class_of: tuple[int, ...]) -> torch.Tensor:
+        """Rows (start, end, class) that cover the subgroup; neighbors of one class are merged."""
+        rows: list[list[int]] = []
+        position = 0
+
+        def add(start: int, end: int, index: int) -> None:
+            if rows and rows[-1][2] == index:
+                rows[-1][1] = end
+            elif end > start:
+                rows.append([start, end, index])
+
+        for segment in self._shards[subgroup.shard].segments:
+            start = max(segment.start - subgroup.start, 0)
+            end = min(segment.end - subgroup.start, subgroup.numel)
+            if start < end:
+                add(position, start, reference.HOLD)
+                add(start, end, class_of[segment.param])
+                position = end
+        add(position, subgroup.numel, reference.HOLD)
+        return torch.tensor(rows, dtype=torch.int64)
+
+
+def _device_table(table: torch.Tensor, device: torch.device) -> object:
+    if device.type != "cuda":
+        return table
+    from deep_offload.kernels import gpu  # optional heavy import: triton
+
+    return gpu.SegmentTable.build(table, device)

@@ -1,0 +1,102 @@
+"""Owners of optimizer state: the host arena's views, what stays on the device, and the staging slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from deep_offload.plan.layout import MasterStorage, ShardLayout, Subgroup
+from deep_offload.plan.ops import Place, Placement
+from deep_offload.plan.storage import GRAD, MASTER, WEIGHT_OUT, Field, host_fields, state_fields, storage_of
+from deep_offload.runtime.arena import ArraySpec, HostArena
+
+Arrays = dict[str, torch.Tensor]
+"""Arrays of one subgroup by field name, each [numel]."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Where the state of every subgroup lives; all that the owners below need to know."""
+
+    layout: ShardLayout
+    placement: Placement
+    split_master: bool
+    wire_dtype: torch.dtype
+    param_dtypes: tuple[torch.dtype, ...]
+    """Type of the parameters of each shard."""
+
+    def storage(self, subgroup: Subgroup) -> MasterStorage:
+        split = self.split_master and self.param_dtypes[subgroup.shard] == torch.bfloat16
+        return storage_of(self.placement[subgroup.index], subgroup, split)
+
+    def host_arrays(self, subgroup: Subgroup) -> list[tuple[Field, torch.dtype]]:
+        wire = self.wire_dtype if subgroup.grad_bytes == 2 else torch.float32
+        split = self.storage(subgroup) is MasterStorage.SPLIT
+        place = self.placement[subgroup.index]
+        return [
+            (f, self._dtype(f, subgroup, wire)) for f in host_fields(place, subgroup, split, wire.itemsize)
+        ]
+
+    def _dtype(self, field: Field, subgroup: Subgroup, wire: torch.dtype) -> torch.dtype:
+        if field.name == GRAD:
+            return wire
+        if field.name == WEIGHT_OUT:
+            return self.param_dtypes[subgroup.shard]
+        return torch.int16 if field.itemsize == 2 else torch.float32
+
+
+class HostState:
+    """Owns the pinned arrays of all offloaded subgroups; `arrays[i]` are views, valid until `close`."""
+
+    def __init__(self, plan: StatePlan, *, pin: bool, num_threads: int, warn: Callable[[str], None]) -> None:
+        wanted = [(s.index, f.name, ArraySpec(s.numel, dtype)) for s in plan.layout.subgroups for f, dtype in plan.host_arrays(s)]
+        self._arena = HostArena([spec for _, _, spec in wanted], pin=pin, num_threads=num_threads, warn=warn)
+        self.arrays: list[Arrays] = [{} for _ in plan.layout.subgroups]
+        for (index, name, _), array in zip(wanted, self._arena.arrays, strict=True):
+            self.arrays[index][name] = array
+
+    @property
+    def num_bytes(self) -> int:
+        return self._arena.num_bytes
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._arena.is_pinned
+
+    def close(self) -> None:
+        self.arrays.clear()
+        self._arena.close()
+
+
+class DeviceState:
+    """Owns the state that stays on the device and the staging slots. All allocated here, once."""
+
+    def __init__(self, plan: StatePlan, num_slots: int, device: torch.device) -> None:
+        self.resident: list[Arrays] = [{} for _ in plan.layout.subgroups]
+        for subgroup in plan.layout.subgroups:
+            if plan.placement[subgroup.index] is Place.RESIDENT:
+                self.resident[subgroup.index] = _allocate(state_fields(plan.storage(subgroup)), subgroup.numel, device)
+        streamed = [s for s in plan.layout.subgroups if plan.placement[s.index] is Place.GPU]
+        self.slots = [_slot(plan, streamed, device) for _ in range(min(num_slots, len(streamed)))]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(a.nbytes for arrays in (*self.resident, *self.slots) for a in arrays.values())
+
+
+def _slot(plan: StatePlan, streamed: Sequence[Subgroup], device: torch.device) -> Arrays:
+    """Arrays large enough for every streamed subgroup; the master's bytes serve both a full and a split one."""
+    master_bytes = max(s.numel * plan.storage(s).bytes_per_param for s in streamed)
+    numel = max(s.numel for s in streamed)
+    slot = _allocate(state_fields(MasterStorage.WEIGHT), numel, device)
+    slot[MASTER] = torch.empty(master_bytes, dtype=torch.uint8, device=device)
+    return slot
+
+
+def _allocate(fields: Sequence[Field], numel: int, device: torch.device) -> Arrays:
+    return {
+        f.name: torch.zeros(numel, dtype=torch.int16 if f.itemsize == 2 else torch.float32, device=device)
+        for f in fields
+    }
