@@ -1,0 +1,328 @@
+"""From settings, rates and memory limits to one placement, with its bytes, its predicted time and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from deep_offload.config import OffloadConfig
+from deep_offload.model.cost import StateFormat, Wire, dram_bytes, op_cost, op_seconds
+from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.memory import (
+    DeviceBytes,
+    HostBytes,
+    device_state_bytes,
+    format_bytes,
+    host_state_bytes,
+    resident_bytes,
+    slot_bytes,
+)
+from deep_offload.model.performance import DRAM, best_prediction, lane_costs
+from deep_offload.model.simulator import simulate
+from deep_offload.plan.layout import MasterStorage, ShardLayout
+from deep_offload.plan.ops import Lane, OpKind, Place, Placement
+from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride
+from deep_offload.plan.planner import build_plan
+from deep_offload.plan.timeline import Timeline
+
+_SIMULATE_ALL = 16
+"""Up to so many offloaded subgroups every share is simulated; beyond, a grid and the neighbors of its best."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement of one rank's subgroups that fits, and what is expected of it.
+
+    stride: the forced stride, else the one nearest to the share; None: nothing is streamed. wire, storage_gpu: see
+    `StateFormat`. predicted_update_seconds: from the gradient norm to the last flush. binding_lane: cpu, gpu, h2d, d2h
+    or dram, `none` where nothing is updated. why: one sentence.
+    """
+
+    placement: Placement
+    gpu_share: float
+    stride: int | None
+    resident_fraction: float
+    wire: Wire
+    storage_gpu: MasterStorage
+    num_slots: int
+    predicted_update_seconds: float
+    binding_lane: str
+    lane_shares: dict[str, float]
+    host_bytes: HostBytes
+    device_bytes: DeviceBytes
+    why: str
+
+    @property
+    def state(self) -> StateFormat:
+        return StateFormat(self.storage_gpu, self.wire)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes that one rank's state may take; None: unknown, not checked.
+
+    device_bytes: for residents, slots and upcast buffers. host_bytes: for the pinned arena.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+
+def choose_placement(
+    layout: ShardLayout,
+    config: OffloadConfig,
+    profile: HardwareProfile,
+    *,
+    device_budget_bytes: int | None = None,
+    host_limit_bytes: int | None = None,
+    can_split: bool = False,
+    num_upcast_buffers: int = 0,
+    num_ranks: int = 1,
+) -> Choice:
+    """Choose wire, storage, residents and GPU share for one rank; settings that are not `auto` are kept.
+
+    can_split: 16-bit parameters are bf16, so that their master may be split. num_upcast_buffers: device buffers of one
+    subgroup's fp32 gradients that the runtime needs with the wire fp32. num_ranks: ranks of this host at work.
+    Raises ValueError, one sentence with numbers and the flag to change, when the settings contradict the types or
+    the state does not fit.
+    """
+    limits = Limits(device_budget_bytes, host_limit_bytes)
+    search = _Search(layout, config, profile, limits, num_upcast_buffers, num_ranks)
+    state = StateFormat(_choose_storage(layout, config, can_split), "fp32")
+    if config.interleaved_offload:
+        state = StateFormat(state.gpu_storage, _choose_wire(layout, config, profile, state, num_ranks))
+        return search.best(state)
+    return search.all_resident(state)
+
+
+def _choose_storage(layout: ShardLayout, config: OffloadConfig, can_split: bool) -> MasterStorage:
+    has_16_bit = any(s.param_bytes == 2 for s in layout.subgroups)
+    if config.offload_split_master == "on" and not (can_split and has_16_bit):
+        raise ValueError(
+            "--offload-split-master on needs bf16 parameters, and there are none: train with --bf16 or leave it at auto"
+        )
+    if config.offload_split_master == "off" or not (can_split and has_16_bit):
+        return MasterStorage.FULL
+    return MasterStorage.SPLIT  # fewer bytes on every lane and in every memory, the same bits
+
+
+def _choose_wire(
+    layout: ShardLayout, config: OffloadConfig, profile: HardwareProfile, state: StateFormat, num_ranks: int
+) -> Wire:
+    has_16_bit = any(s.grad_bytes < 4 for s in layout.subgroups)
+    if config.offload_grad_wire == "param" and not has_16_bit and layout.subgroups:
+        raise ValueError(
+            "--offload-grad-wire param sends gradients in the buffer's own 16-bit type, but the buffer is fp32: "
+            "add --grad-reduce-in-bf16 or leave the wire at auto"
+        )
+    if config.offload_grad_wire != "auto":
+        return config.offload_grad_wire
+    if not has_16_bit:
+        return "fp32"
+    rates: dict[Wire, float] = {}
+    for wire in ("param", "fp32"):
+        costs = lane_costs(layout, StateFormat(state.gpu_storage, wire), profile, num_ranks=num_ranks)
+        rates[wire] = best_prediction(costs).params_per_s
+    return "fp32" if rates["fp32"] > rates["param"] else "param"
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What all candidates share."""
+
+    layout: ShardLayout
+    config: OffloadConfig
+    profile: HardwareProfile
+    limits: Limits
+    num_upcast_buffers: int
+    num_ranks: int
+
+    def all_resident(self, state: StateFormat) -> Choice:
+        placement = (Place.RESIDENT,) * len(self.layout.subgroups)
+        device = device_state_bytes(self.layout, placement, state, 0)
+        if self.limits.device_bytes is not None and device.total > self.limits.device_bytes:
+            raise ValueError(
+                f"optimizer state needs {format_bytes(device.total)} of GPU memory and "
+                f"{format_bytes(self.limits.device_bytes)} are left for it: add --interleaved-offload"
+            )
+        return self._choice(placement, state, None, "no offload: all state stays on the GPU")
+
+    def best(self, state: StateFormat) -> Choice:
+        residents, why_residents = self._residents(state)
+        num = len(self.layout.subgroups)
+        fraction = residents / num if num else 0.0
+        forced, why = self._forced(num, fraction)
+        if forced is not None:
+            self._check_fits(forced, state)
+            stride = self.config.offload_stride
+            return self._choice(forced, state, stride if isinstance(stride, int) else None, why + why_residents)
+        candidates, why = self._candidates(num - residents, state)
+        fitting = {j: p for j in candidates if self._fits(p := self._placement(j, residents), state)}
+        if not fitting:
+            nearest = min((self._placement(j, residents) for j in candidates), key=lambda p: self._host_total(p, state))
+            self._check_fits(nearest, state)
+        seconds = {j: self._simulate(p, state)[0] for j, p in fitting.items()}
+        best = min(seconds, key=lambda j: (seconds[j], j))
+        for j in self._neighbors(best, candidates, num - residents):
+            placement = self._placement(j, residents)
+            if self._fits(placement, state):
+                seconds[j], fitting[j] = self._simulate(placement, state)[0], placement
+        best = min(seconds, key=lambda j: (seconds[j], j))
+        why += f"; the simulator's best of {len(seconds)} shares" if len(seconds) > 1 else ""
+        return self._choice(fitting[best], state, None, why + why_residents)
+
+    def _residents(self, state: StateFormat) -> tuple[int, str]:
+        """Number of subgroups that stay on the GPU, and the reason."""
+        subgroups = self.layout.subgroups
+        wanted = self.config.offload_resident_fraction
+        if wanted != "auto":
+            return int(len(subgroups) * wanted + 1e-9), f"; {wanted:g} of the state stays on the GPU as asked"
+        budget = self.limits.device_bytes
+        if budget is None:
+            return 0, "; no device budget is given, so nothing stays on the GPU"
+        sizes = [resident_bytes(s, state) for s in subgroups]
+        if sum(sizes) <= budget:
+            return len(subgroups), f"; all state fits in the device budget of {format_bytes(budget)}"
+        everyone = (Place.GPU,) + (Place.CPU,) * (len(subgroups) - 1)
+        upcast = device_state_bytes(self.layout, everyone, state, 0, self.num_upcast_buffers).upcast
+        left = budget - upcast - self.config.offload_num_slots * slot_bytes(subgroups, state)
+        count = 0
+        while count < len(sizes) and sizes[count] <= left:
+            left -= sizes[count]
+            count += 1
+        return count, f"; {count} subgroups fit beside the slots in the device budget of {format_bytes(budget)}"
+
+    def _forced(self, num: int, fraction: float) -> tuple[Placement | None, str]:
+        stride, share = self.config.offload_stride, self.config.offload_gpu_share
+        if isinstance(stride, int):
+            return place_by_stride(num, stride, fraction), f"stride {stride} as asked"
+        if stride == "none":
+            return place_by_stride(num, None, fraction), "no stride as asked: all on the CPU"
+        if share != "auto":
+            return place_by_share(num, float(share), fraction), f"GPU share {share:g} as asked"
+        return None, ""
+
+    def _candidates(self, offloaded: int, state: StateFormat) -> tuple[list[int], str]:
+        """Numbers of streamed subgroups to try, and how they were found."""
+        if offloaded == 0:
+            return [0], "nothing is offloaded"
+        if not self._slots_fit(state):
+            return [0], "the device budget holds no staging slots, so all is updated on the CPU"
+        costs = lane_costs(self.layout, state, self.profile, num_ranks=self.num_ranks)
+        closed = best_prediction(costs)
+        why = f"the closed form says GPU share {closed.gpu_share:.2f}, bound by {closed.binding_lane}"
+        if offloaded <= _SIMULATE_ALL:
+            return list(range(offloaded + 1)), why
+        grid = {round(offloaded * i / 8) for i in range(9)}
+        return sorted(grid | {round(offloaded * closed.gpu_share)}), why
+
+    def _slots_fit(self, state: StateFormat) -> bool:
+        """False where streaming is not forced and no slots fit. A given subgroup size that is too large is an error."""
+        budget = self.limits.device_bytes
+        need = self.config.offload_num_slots * slot_bytes(self.layout.subgroups, state)
+        if budget is None or need <= budget:
+            return True
+        if self.config.offload_subgroup_numel != "auto":
+            raise ValueError(self._slot_message(need, budget))
+        return False
+
+    def _slot_message(self, need: int, budget: int) -> str:
+        largest = self.layout.max_subgroup_numel
+        return (
+            f"{self.config.offload_num_slots} staging slots for subgroups of {largest} elements need "
+            f"{format_bytes(need)}, but the device budget is {format_bytes(budget)}: lower --offload-subgroup-numel or "
+            "--offload-num-slots, or raise --offload-device-budget-gib"
+        )
+
+    def _neighbors(self, best: int, tried: Iterable[int], offloaded: int) -> list[int]:
+        """Numbers of streamed subgroups around the best of a grid, not tried yet: about 1/24 of all apart."""
+        known = set(tried)
+        step = max(1, round(offloaded / 24))
+        near = [best + step * i for i in (-2, -1, 1, 2)]
+        return [j for j in near if 0 <= j <= offloaded and j not in known]
+
+    def _placement(self, num_streamed: int, residents: int) -> Placement:
+        num = len(self.layout.subgroups)
+        offloaded = num - residents
+        return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
+
+    def _simulate(self, placement: Placement, state: StateFormat) -> tuple[float, Timeline]:
+        """Predicted seconds of the update phase, with gradients and first slots in place when it begins."""
+        plan = build_plan(
+            self.layout,
+            placement,
+            max(1, self.config.offload_num_slots),
+            op_seconds(self.layout, state, self.profile),
+        )
+        ahead = (OpKind.GRAD_FLUSH, OpKind.PREFETCH)
+        backward = sum(
+            op_cost(op.kind, self.layout.subgroups[op.subgroup], state, self.profile, busy=True).seconds
+            for op in plan.ops
+            if op.kind in ahead
+        )
+        run = simulate(plan, self.layout, state, self.profile, backward_seconds=2 * backward, num_ranks=self.num_ranks)
+        return run.timelines[0].update_seconds, run.timelines[0]
+
+    def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
+        return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots, self.num_upcast_buffers)
+
+    def _host_total(self, placement: Placement, state: StateFormat) -> int:
+        return host_state_bytes(self.layout, placement, state).total
+
+    def _fits(self, placement: Placement, state: StateFormat) -> bool:
+        limits = self.limits
+        return (limits.host_bytes is None or self._host_total(placement, state) <= limits.host_bytes) and (
+            limits.device_bytes is None or self._device(placement, state).total <= limits.device_bytes
+        )
+
+    def _check_fits(self, placement: Placement, state: StateFormat) -> None:
+        device = self._device(placement, state)
+        budget = self.limits.device_bytes
+        if budget is not None and device.slots > budget:
+            raise ValueError(self._slot_message(device.slots, budget))
+        if budget is not None and device.total > budget:
+            raise ValueError(
+                f"{format_bytes(device.resident)} of state on the GPU, {format_bytes(device.slots)} of staging "
+                f"slots and {format_bytes(device.upcast)} of upcast buffers exceed the device budget of "
+                f"{format_bytes(budget)}: "
+                "lower --offload-resident-fraction or raise --offload-device-budget-gib"
+            )
+        host = self._host_total(placement, state)
+        if self.limits.host_bytes is not None and host > self.limits.host_bytes:
+            raise ValueError(
+                f"optimizer state needs {format_bytes(host)} of host memory, but this rank has "
+                f"{format_bytes(self.limits.host_bytes)}: raise --offload-resident-fraction to keep more on the GPU, "
+                "raise --offload-host-budget-gib, or use more data-parallel ranks"
+            )
+
+    def _choice(self, placement: Placement, state: StateFormat, stride: int | None, why: str) -> Choice:
+        share = gpu_share_of(placement)
+        num_streamed = sum(place is Place.GPU for place in placement)
+        seconds, timeline = self._simulate(placement, state)
+        lanes = _lane_shares(timeline, self.layout, state, self.profile.rank_dram_bytes_per_s(self.num_ranks))
+        lane = max(lanes, key=lambda name: lanes[name]) if seconds > 0 else "none"
+        num_residents = sum(place is Place.RESIDENT for place in placement)
+        return Choice(
+            placement=placement,
+            gpu_share=share,
+            stride=stride if stride is not None else nearest_stride(share),
+            resident_fraction=num_residents / len(placement) if placement else 0.0,
+            wire=state.wire,
+            storage_gpu=state.gpu_storage,
+            num_slots=min(self.config.offload_num_slots, num_streamed),
+            predicted_update_seconds=seconds,
+            binding_lane=lane,
+            lane_shares=lanes,
+            host_bytes=host_state_bytes(self.layout, placement, state),
+            device_bytes=self._device(placement, state),
+            why=why,
+        )
+
+
+def _lane_shares(timeline: Timeline, layout: ShardLayout, state: StateFormat, dram_rate: float) -> dict[str, float]:
+    """Busy share of each lane in the update phase; of host memory, bytes over its bandwidth."""
+    shares = {lane.value: timeline.busy_share(lane) for lane in (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)}
+    seconds = timeline.update_seconds
+    moved = sum(dram_bytes(s.op.kind, layout.subgroups[s.op.subgroup], state) for s in timeline.update_spans)
+    shares[DRAM] = moved / dram_rate / seconds if seconds > 0 else 0.0
+    return shares
