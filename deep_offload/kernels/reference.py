@@ -114,7 +114,7 @@ def _store_master(
 
 
 def round_to(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the fp32 `master` as `dtype`: bf16 (nearest, ties away from zero), fp16 (ties to even) or fp32 (a copy)."""
+    """Return the fp32 `master` as `dtype`: bf16 (nearest, ties away from zero), fp16 (ties to even), fp32 (copy)."""
     if dtype is torch.bfloat16:
         return split_master(master)[0]
     if dtype is torch.float16:
