@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from deep_offload.config import OffloadConfig
+from megatron.training import batch_schedule
 from megatron.training.config_model import (
     FILLED,
     DtypeName,
@@ -27,6 +28,7 @@ __all__ = [
     "DataConfig",
     "DtypeName",
     "LRConfig",
+    "LRSamples",
     "LifecycleConfig",
     "LoggingConfig",
     "ModelConfig",
@@ -37,6 +39,23 @@ __all__ = [
     "RecomputeConfig",
     "TrainingConfig",
 ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRSamples:
+    """Lengths of the learning-rate schedule in samples, the unit in which it advances."""
+
+    warmup: float
+    """Linear warm-up; not whole with --lr-warmup-fraction."""
+
+    decay: int
+    """From the start until --min-lr, warm-up included."""
+
+    wsd_decay: int | None
+    """Last phase of WSD, at the end of the decay."""
+
+    weight_decay: int
+    """From --start-weight-decay to --end-weight-decay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,33 +85,59 @@ class TrainingConfig:
     data_parallel_size: int = FILLED
     """Copies of the model: world size / (tensor x pipeline parallel size); filled here."""
 
+    batch_phases: tuple[batch_schedule.Phase, ...] = FILLED
+    """(first consumed sample, global batch) of each phase of the batch size; filled here."""
+
     notes: tuple[str, ...] = ()
     """What was accepted without effect or changed, one sentence each; printed once, numbered, at start-up."""
 
     def __post_init__(self) -> None:
         model_ranks = self.parallel.tensor_model_parallel_size * self.parallel.pipeline_model_parallel_size
         require(
-            self.world_size % model_ranks == 0,
+            self.world_size >= 1 and self.world_size % model_ranks == 0,
             f"the world size {self.world_size} is not a multiple of --tensor-model-parallel-size "
             f"{self.parallel.tensor_model_parallel_size} times --pipeline-model-parallel-size "
             f"{self.parallel.pipeline_model_parallel_size}: start a multiple of {model_ranks} ranks or lower them",
         )
         fill(self, "data_parallel_size", self.world_size // model_ranks)
-        if self.batch.global_batch_size is None:
-            size = self.batch.micro_batch_size * self.data_parallel_size
-            fill(self, "batch", replace(self.batch, global_batch_size=size))
-        self._check_batch()
+        self._fill_batch()
+        if self.precision.fp16 and self.precision.loss_scale is None:
+            # Overflows are how a dynamic loss scale finds its value.
+            fill(self, "optim", replace(self.optim, check_for_nan_in_loss_and_grad=False))
         self._check_model()
         self._check_schedule()
-
-    def _check_batch(self) -> None:
-        micro = self.batch.micro_batch_size * self.data_parallel_size
         require(
-            self.batch.global_batch_size % micro == 0,
-            f"--global-batch-size {self.batch.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{self.batch.micro_batch_size} times the data-parallel size {self.data_parallel_size}: "
-            f"use a multiple of {micro}",
+            self.offload.offload_grad_wire != "param" or self.precision.grad_buffer_dtype != "fp32",
+            "--offload-grad-wire param would round gradients, because the gradient buffer is fp32: add "
+            "--grad-reduce-in-bf16 (with --bf16), train with --fp16, or use --offload-grad-wire fp32",
         )
+
+    def _fill_batch(self) -> None:
+        batch, step = self.batch, self.batch.micro_batch_size * self.data_parallel_size
+        if batch.step_batch_size_schedule is not None:
+            phases = batch_schedule.step_phases(batch.step_batch_size_schedule, self.model.seq_length)
+            last = phases[-1][1]
+            require(
+                batch.global_batch_size in (None, last),
+                f"--global-batch-size {batch.global_batch_size} is not the last batch {last} of "
+                "--step-batch-size-schedule: drop --global-batch-size",
+            )
+            fill(self, "batch", replace(batch, global_batch_size=last))
+        elif batch.rampup_batch_size is not None:
+            require(batch.global_batch_size is not None, "--rampup-batch-size needs --global-batch-size: add it")
+            phases = batch_schedule.rampup_phases(*batch.rampup_batch_size, batch.global_batch_size)
+        else:
+            if batch.global_batch_size is None:
+                fill(self, "batch", replace(batch, global_batch_size=step))
+            phases = batch_schedule.constant_phases(self.batch.global_batch_size)
+        for _, size in phases:
+            source = "--global-batch-size" if size == self.batch.global_batch_size else "the growing batch size"
+            require(
+                size % step == 0,
+                f"{source} {size} is not a multiple of --micro-batch-size {batch.micro_batch_size} times the "
+                f"data-parallel size {self.data_parallel_size}: use a multiple of {step}",
+            )
+        fill(self, "batch_phases", phases)
 
     def _check_model(self) -> None:
         tensor = self.parallel.tensor_model_parallel_size
@@ -111,11 +156,10 @@ class TrainingConfig:
                 f"--seq-length {self.model.seq_length} is not a multiple of --tensor-model-parallel-size {tensor}, "
                 "which --sequence-parallel needs: change one of them",
             )
-        pipeline = self.parallel.pipeline_model_parallel_size
+        padded = self.data.padded_vocab_size
         require(
-            self.model.num_layers % pipeline == 0,
-            f"--num-layers {self.model.num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline}: "
-            "change one of them",
+            padded is None or padded % tensor == 0,
+            f"--padded-vocab-size {padded} is not a multiple of --tensor-model-parallel-size {tensor}: change one of them",
         )
         self.parallel.num_virtual_stages(self.model.num_layers)
 
@@ -145,10 +189,53 @@ class TrainingConfig:
         """Micro-batches of one step at the full global batch."""
         return self.batch.global_batch_size // (self.batch.micro_batch_size * self.data_parallel_size)
 
+    @property
+    def num_iterations(self) -> int:
+        """Steps of the whole run; 0 when neither --train-iters nor --train-samples was given."""
+        if self.batch.train_samples is not None:
+            return batch_schedule.iterations_within(self.batch_phases, self.batch.train_samples)
+        return self.batch.train_iters or 0
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that the steps of the whole run consume."""
+        return self.samples_after(self.num_iterations)
+
+    @property
+    def lr_samples(self) -> LRSamples:
+        """The learning-rate schedule's lengths in samples."""
+        lr, by_samples = self.lr, self.batch.train_samples is not None
+        if by_samples:
+            decay = self.batch.train_samples if lr.lr_decay_samples is None else lr.lr_decay_samples
+            warmup: float = lr.lr_warmup_samples
+            wsd_decay = lr.lr_wsd_decay_samples
+        else:
+            decay_iters = self.num_iterations if lr.lr_decay_iters is None else lr.lr_decay_iters
+            decay = self.samples_after(decay_iters)
+            warmup = self.samples_after(lr.lr_warmup_iters)
+            wsd_decay = None
+            if lr.lr_wsd_decay_iters is not None:
+                wsd_decay = decay - self.samples_after(max(0, decay_iters - lr.lr_wsd_decay_iters))
+        if lr.lr_warmup_fraction is not None:
+            warmup = lr.lr_warmup_fraction * decay
+        total = self.batch.train_samples if by_samples else self.num_samples
+        return LRSamples(warmup=warmup, decay=decay, wsd_decay=wsd_decay, weight_decay=total)
+
+    def batch_size_at(self, consumed_samples: int) -> int:
+        """Return the global batch of the step that begins after `consumed_samples` samples."""
+        return batch_schedule.batch_size_at(self.batch_phases, consumed_samples)
+
+    def samples_after(self, iterations: int) -> int:
+        """Return the samples that the first `iterations` steps of the run consume."""
+        return batch_schedule.samples_after(self.batch_phases, iterations)
+
     def with_vocab(self, vocab_size: int) -> TrainingConfig:
-        """Return the same settings with `data.vocab_size` and `data.padded_vocab_size` of a known tokenizer."""
+        """Return the same settings with `data.padded_vocab_size` for a tokenizer of `vocab_size` ids."""
         padded = self.data.padded_vocab_size
         if padded is None:
             padded = self.model.padded_vocab_size(vocab_size, self.parallel.tensor_model_parallel_size)
-        data = replace(self.data, vocab_size=vocab_size, padded_vocab_size=padded)
-        return replace(self, data=data)
+        require(
+            padded >= vocab_size,
+            f"--padded-vocab-size {padded} is less than the tokenizer's {vocab_size} ids: raise it",
+        )
+        return replace(self, data=replace(self.data, padded_vocab_size=padded))

@@ -277,11 +277,20 @@ class ParallelConfig:
     overlap_param_gather: bool = False
     """Gather updated parameters bucket by bucket during the next forward pass (needs --overlap-grad-reduce)."""
 
-    align_param_gather: bool = True
-    """Start parameter gathers at the same time on all pipeline stages."""
-
     overlap_p2p_comm: bool = True
-    """Overlap the sends of the interleaved pipeline schedule with compute."""
+    """Overlap the sends of the interleaved pipeline schedule with compute; never without that schedule."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first pipeline rank. Not given: all ranks have the same number."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last pipeline rank. Not given: all ranks have the same number."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when layers are split over pipeline ranks."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and loss as one layer when layers are split over pipeline ranks."""
 
     ddp_bucket_size: int | None = None
     """Elements of one gradient bucket. Not given: max(40 M, 1 M x data-parallel size)."""
@@ -329,38 +338,56 @@ class ParallelConfig:
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both choose the "
             "virtual stages: give only one of them",
         )
-        if self.is_interleaved:
-            require(
-                self.pipeline_model_parallel_size > 1,
-                "virtual pipeline stages need --pipeline-model-parallel-size of at least 2: raise it or drop them",
-            )
+        pipeline = self.pipeline_model_parallel_size
+        require(
+            pipeline > 1 or not (self.is_interleaved or self.is_uneven),
+            "virtual stages and an uneven split need --pipeline-model-parallel-size of at least 2: raise it or drop them",
+        )
+        if not self.is_interleaved:
+            fill(self, "overlap_p2p_comm", False)
+        require(
+            not self.is_interleaved or pipeline > 2 or self.overlap_p2p_comm,
+            "--no-overlap-p2p-communication with virtual stages needs --pipeline-model-parallel-size of at least 3: "
+            "batched sends between 2 ranks mix up the two directions",
+        )
 
     @property
     def is_interleaved(self) -> bool:
         """Whether the interleaved pipeline schedule was asked for."""
         return (self.num_layers_per_virtual_pipeline_stage or self.num_virtual_stages_per_pipeline_rank) is not None
 
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the first or last pipeline rank holds its own number of layers."""
+        return (self.decoder_first_pipeline_num_layers or self.decoder_last_pipeline_num_layers) is not None
+
     def num_virtual_stages(self, num_layers: int) -> int | None:
-        """Return the model chunks of one rank (Megatron's virtual_pipeline_model_parallel_size), None without."""
-        pipeline = self.pipeline_model_parallel_size
-        if self.num_virtual_stages_per_pipeline_rank is not None:
-            stages = self.num_virtual_stages_per_pipeline_rank
-        elif self.num_layers_per_virtual_pipeline_stage is not None:
-            per_stage = self.num_layers_per_virtual_pipeline_stage
-            require(
-                num_layers % (pipeline * per_stage) == 0,
-                f"--num-layers {num_layers} is not a multiple of --pipeline-model-parallel-size {pipeline} times "
-                f"--num-layers-per-virtual-pipeline-stage {per_stage}: change one of them",
-            )
-            stages = num_layers // pipeline // per_stage
+        """Return the model chunks of one rank (Megatron's virtual_pipeline_model_parallel_size), None without.
+
+        Raises ValueError for layers that cannot be split as asked.
+        """
+        pipeline, stages = self.pipeline_model_parallel_size, self.num_virtual_stages_per_pipeline_rank or 1
+        middle = num_layers - (self.decoder_first_pipeline_num_layers or 0)
+        middle -= self.decoder_last_pipeline_num_layers or 0
+        middle += self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+        ranks = pipeline - (self.decoder_first_pipeline_num_layers is not None)
+        ranks -= self.decoder_last_pipeline_num_layers is not None
+        per_stage = self.num_layers_per_virtual_pipeline_stage
+        unit = f"{ranks} pipeline ranks" if stages == 1 else f"{ranks} pipeline ranks of {stages} virtual stages"
+        if per_stage is not None:
+            unit = f"{ranks} pipeline ranks with --num-layers-per-virtual-pipeline-stage {per_stage}"
+            require(middle % (ranks * per_stage) == 0, _split_message(num_layers, middle, unit))
+            stages = middle // ranks // per_stage
+        if ranks == 0:
+            require(middle == 0, _split_message(num_layers, middle, "no further pipeline rank"))
         else:
-            return None
-        require(
-            stages >= 1 and num_layers % (pipeline * stages) == 0,
-            f"--num-layers {num_layers} cannot be cut into {pipeline} pipeline ranks of {stages} virtual stages: "
-            "change one of them",
-        )
+            require(middle >= ranks * stages and middle % (ranks * stages) == 0, _split_message(num_layers, middle, unit))
         return stages if stages > 1 else None
+
+
+def _split_message(num_layers: int, middle: int, unit: str) -> str:
+    rest = "" if middle == num_layers else f" ({middle} after the uneven part)"
+    return f"--num-layers {num_layers}{rest} cannot be cut evenly into {unit}: change one of them"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,8 +34,8 @@ class CheckpointConfig:
     keep_last: int | None = None
     """Keep this many newest checkpoints (and those of --save-retain-interval). Not given: all."""
 
-    ckpt_format: Literal["torch_dist", "torch"] = "torch_dist"
-    """Format of saved checkpoints; torch is read, not written."""
+    ckpt_format: Literal["torch_dist"] = "torch_dist"
+    """Format of saved checkpoints. The format of a loaded one is found by itself."""
 
     ckpt_step: int | None = None
     """Iteration to load instead of the newest."""
@@ -70,17 +70,17 @@ class CheckpointConfig:
     async_save: bool = False
     """Write checkpoints in the background."""
 
-    use_persistent_ckpt_worker: bool = False
-    """Keep one writer process for --async-save."""
-
-    auto_detect_ckpt_format: bool = False
-    """Find the format of the loaded checkpoint out. Here it always is."""
-
-    dist_ckpt_strictness: str = "assume_ok_unexpected"
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = "assume_ok_unexpected"
     """What missing and unexpected keys of a checkpoint do."""
-
-    dist_ckpt_optim_fully_reshardable: bool = False
-    """Save optimizer state so that it loads under any layout. Here it always is."""
 
     ckpt_fully_parallel_save: bool = True
     """Spread saving over data-parallel ranks."""

@@ -14,6 +14,7 @@ TOKENIZER_TYPES = (
     "HuggingFaceTokenizer",
     "GPT2BPETokenizer",
     "GPTSentencePieceTokenizer",
+    "SentencePieceTokenizer",
     "Llama2Tokenizer",
     "TikTokenizer",
     "NullTokenizer",
@@ -50,7 +51,7 @@ class DataConfig:
     """Train on generated tokens."""
 
     tokenizer_type: str | None = None
-    """Kind of tokenizer."""
+    """Kind of tokenizer. Not given: GPT2BPETokenizer when --vocab-file and --merge-file are."""
 
     tokenizer_model: str | None = None
     """Tokenizer file or directory, or the name of a HuggingFace tokenizer."""
@@ -106,13 +107,34 @@ class DataConfig:
             not (self.mock_data and (self.data_path or self.train_data_path)),
             "--mock-data and a data path exclude each other: give only one of them",
         )
-        if self.split is None and not (self.train_data_path or self.valid_data_path or self.test_data_path):
+        if self.split is not None:
+            fill(self, "split", _normalized_split(self.split))
+        elif not (self.train_data_path or self.valid_data_path or self.test_data_path):
             fill(self, "split", "969,30,1")
+        if self.tokenizer_type is None and self.vocab_file and self.merge_file:
+            fill(self, "tokenizer_type", "GPT2BPETokenizer")
         require(
             self.tokenizer_type is None or self.tokenizer_type in TOKENIZER_TYPES,
             f"--tokenizer-type {self.tokenizer_type} is not built here, allowed are {', '.join(TOKENIZER_TYPES)}",
         )
         require(self.num_workers >= 0, f"--num-workers is {self.num_workers}, it must be 0 or more")
+        for name in ("vocab_size", "padded_vocab_size"):
+            if getattr(self, name) is not None:
+                require_positive("--" + name.replace("_", "-"), getattr(self, name))
+
+
+def _normalized_split(split: str) -> str:
+    """Return three parts, comma-separated. Quotes that a shell array left around the value do not matter."""
+    parts = [part.strip() for part in split.strip("'\" ").split(",")]
+    try:
+        weights = [float(part) for part in parts]
+    except ValueError:
+        weights = []
+    require(
+        1 <= len(weights) <= 3 and min(weights, default=-1.0) >= 0.0 and sum(weights) > 0.0,
+        f"--split is {split!r}, allowed are up to three parts for training, validation and test, such as 949,50,1",
+    )
+    return ",".join(parts + ["0"] * (3 - len(parts)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +151,7 @@ class BatchConfig:
     """START INCREMENT SAMPLES: grow the batch from START by INCREMENT up to the global batch over SAMPLES samples."""
 
     step_batch_size_schedule: str | None = None
-    """Batch sizes by consumed samples, such as "0:16 2.4M:32"; instead of --global-batch-size."""
+    """Batch sizes from numbers of consumed tokens on, such as "0:16 2.4B:32"; instead of --global-batch-size."""
 
     train_iters: int | None = None
     """Steps of the whole run; instead of --train-samples."""
