@@ -120,6 +120,9 @@ class LoggingConfig:
     eval_iters: int = 100
     """Batches of one evaluation; 0 does not evaluate."""
 
+    eval_at_start: bool = False
+    """Evaluate once before the first step, too."""
+
     log_throughput: bool = False
     """Print TFLOP/s per GPU."""
 
