@@ -19,7 +19,7 @@ from deep_offload.model.memory import (
 )
 from deep_offload.model.performance import DRAM, best_prediction, lane_costs
 from deep_offload.model.simulator import simulate
-from deep_offload.plan.layout import MasterStorage, ShardLayout
+from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
 from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride
 from deep_offload.plan.planner import build_plan
@@ -33,7 +33,7 @@ _SIMULATE_ALL = 16
 class Choice:
     """A placement of one rank's subgroups that fits, and what is expected of it.
 
-    stride: the forced stride, else the one nearest to the share; None: nothing is streamed. wire, storage_gpu: see
+    stride: the forced stride, else the one nearest to the share; None: nothing is streamed. wire, split_master: see
     `StateFormat`. predicted_update_seconds: from the gradient norm to the last flush. binding_lane: cpu, gpu, h2d, d2h
     or dram, `none` where nothing is updated. why: one sentence.
     """
@@ -43,7 +43,7 @@ class Choice:
     stride: int | None
     resident_fraction: float
     wire: Wire
-    storage_gpu: MasterStorage
+    split_master: bool
     num_slots: int
     predicted_update_seconds: float
     binding_lane: str
@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def state(self) -> StateFormat:
-        return StateFormat(self.storage_gpu, self.wire)
+        return StateFormat(self.split_master, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,34 +76,31 @@ def choose_placement(
     device_budget_bytes: int | None = None,
     host_limit_bytes: int | None = None,
     can_split: bool = False,
-    num_upcast_buffers: int = 0,
     num_ranks: int = 1,
 ) -> Choice:
     """Choose wire, storage, residents and GPU share for one rank; settings that are not `auto` are kept.
 
-    can_split: 16-bit parameters are bf16, so that their master may be split. num_upcast_buffers: device buffers of one
-    subgroup's fp32 gradients that the runtime needs with the wire fp32. num_ranks: ranks of this host at work.
+    can_split: 16-bit parameters are bf16, so that their master may be split. num_ranks: ranks of this host at work.
     Raises ValueError, one sentence with numbers and the flag to change, when the settings contradict the types or
     the state does not fit.
     """
     limits = Limits(device_budget_bytes, host_limit_bytes)
-    search = _Search(layout, config, profile, limits, num_upcast_buffers, num_ranks)
-    state = StateFormat(_choose_storage(layout, config, can_split), "fp32")
+    search = _Search(layout, config, profile, limits, num_ranks)
+    state = StateFormat(_choose_split(layout, config, can_split), "fp32")
     if config.interleaved_offload:
-        state = StateFormat(state.gpu_storage, _choose_wire(layout, config, profile, state, num_ranks))
+        state = StateFormat(state.split_master, _choose_wire(layout, config, profile, state, num_ranks))
         return search.best(state)
     return search.all_resident(state)
 
 
-def _choose_storage(layout: ShardLayout, config: OffloadConfig, can_split: bool) -> MasterStorage:
+def _choose_split(layout: ShardLayout, config: OffloadConfig, can_split: bool) -> bool:
     has_16_bit = any(s.param_bytes == 2 for s in layout.subgroups)
     if config.offload_split_master == "on" and not (can_split and has_16_bit):
         raise ValueError(
             "--offload-split-master on needs bf16 parameters, and there are none: train with --bf16 or leave it at auto"
         )
-    if config.offload_split_master == "off" or not (can_split and has_16_bit):
-        return MasterStorage.FULL
-    return MasterStorage.SPLIT  # fewer bytes on every lane and in every memory, the same bits
+    # Fewer bytes on every lane and in every memory, the same bits: it wins wherever it is possible.
+    return config.offload_split_master != "off" and can_split and has_16_bit
 
 
 def _choose_wire(
@@ -121,7 +118,7 @@ def _choose_wire(
         return "fp32"
     rates: dict[Wire, float] = {}
     for wire in ("param", "fp32"):
-        costs = lane_costs(layout, StateFormat(state.gpu_storage, wire), profile, num_ranks=num_ranks)
+        costs = lane_costs(layout, StateFormat(state.split_master, wire), profile, num_ranks=num_ranks)
         rates[wire] = best_prediction(costs).params_per_s
     return "fp32" if rates["fp32"] > rates["param"] else "param"
 
@@ -134,7 +131,6 @@ class _Search:
     config: OffloadConfig
     profile: HardwareProfile
     limits: Limits
-    num_upcast_buffers: int
     num_ranks: int
 
     def all_resident(self, state: StateFormat) -> Choice:
@@ -184,7 +180,7 @@ class _Search:
         if sum(sizes) <= budget:
             return len(subgroups), f"; all state fits in the device budget of {format_bytes(budget)}"
         everyone = (Place.GPU,) + (Place.CPU,) * (len(subgroups) - 1)
-        upcast = device_state_bytes(self.layout, everyone, state, 0, self.num_upcast_buffers).upcast
+        upcast = device_state_bytes(self.layout, everyone, state, 0).upcast
         left = budget - upcast - self.config.offload_num_slots * slot_bytes(subgroups, state)
         count = 0
         while count < len(sizes) and sizes[count] <= left:
@@ -264,7 +260,7 @@ class _Search:
         return run.timelines[0].update_seconds, run.timelines[0]
 
     def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
-        return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots, self.num_upcast_buffers)
+        return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots)
 
     def _host_total(self, placement: Placement, state: StateFormat) -> int:
         return host_state_bytes(self.layout, placement, state).total
@@ -308,7 +304,7 @@ class _Search:
             stride=stride if stride is not None else nearest_stride(share),
             resident_fraction=num_residents / len(placement) if placement else 0.0,
             wire=state.wire,
-            storage_gpu=state.gpu_storage,
+            split_master=state.split_master,
             num_slots=min(self.config.offload_num_slots, num_streamed),
             predicted_update_seconds=seconds,
             binding_lane=lane,

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deep_offload.model.hardware import HardwareProfile
-from deep_offload.plan.layout import MOMENTS_BYTES_PER_PARAM, MasterStorage, ShardLayout, Subgroup
+from deep_offload.plan.layout import MasterStorage, ShardLayout, Subgroup
 from deep_offload.plan.ops import OpKind, Place
 from deep_offload.plan.planner import OpSeconds
+from deep_offload.plan.storage import state_fields, storage_of
 
 Wire = Literal["fp32", "param"]
 
@@ -17,22 +18,16 @@ Wire = Literal["fp32", "param"]
 class StateFormat:
     """How optimizer state is kept and gradients travel; both change speed and bytes, never bits.
 
-    gpu_storage: master of 16-bit parameters whose subgroup the GPU updates or keeps, FULL or SPLIT (bf16 only).
-    Subgroups that the CPU updates always keep a FULL master; fp32 parameters are their own master on the GPU.
+    split_master: the GPU's bf16 subgroups keep only the low 16 bits of their master (`plan.storage.storage_of`).
     wire: type in which gradients reach the host: fp32, or that of the gradient buffer.
     """
 
-    gpu_storage: MasterStorage = MasterStorage.FULL
+    split_master: bool = False
     wire: Wire = "fp32"
-
-    def __post_init__(self) -> None:
-        assert self.gpu_storage is not MasterStorage.WEIGHT, "WEIGHT follows from the parameter's type"
 
     def storage_of(self, subgroup: Subgroup, place: Place) -> MasterStorage:
         """How the master of this subgroup is kept at this place."""
-        if place is Place.CPU:
-            return MasterStorage.FULL
-        return MasterStorage.WEIGHT if subgroup.param_bytes == 4 else self.gpu_storage
+        return storage_of(place, subgroup, self.split_master)
 
     def wire_bytes_per_param(self, subgroup: Subgroup) -> int:
         """Bytes of one gradient element on its way to the host and in its host buffer."""
@@ -45,7 +40,7 @@ class StateFormat:
 
 def state_bytes_per_param(storage: MasterStorage) -> int:
     """Bytes of master and moments: what a prefetch or a flush moves for one parameter."""
-    return storage.bytes_per_param + MOMENTS_BYTES_PER_PARAM
+    return sum(field.itemsize for field in state_fields(storage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,8 @@ def op_cost(
         case OpKind.FLUSH | OpKind.GRAD_FLUSH:
             seconds = moved / (profile.d2h_busy_bytes_per_s if busy else profile.d2h_bytes_per_s)
             if kind is OpKind.GRAD_FLUSH and state.needs_upcast(subgroup):
-                seconds = max(seconds, subgroup.numel / profile.gpu_upcast_params_per_s)
+                # Piece by piece through one buffer: the cast and the copy of a piece take turns.
+                seconds += subgroup.numel / profile.gpu_upcast_params_per_s
         case OpKind.UPDATE_CPU:
             seconds = subgroup.numel / profile.cpu_adam_params_per_s(_cpu_wire(subgroup, state), busy=busy)
         case OpKind.UPDATE_GPU:

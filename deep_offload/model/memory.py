@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deep_offload.model.cost import StateFormat, state_bytes_per_param
-from deep_offload.plan.layout import MOMENTS_BYTES_PER_PARAM, ShardLayout, Subgroup
+from deep_offload.model.cost import StateFormat
+from deep_offload.plan.layout import ShardLayout, Subgroup
 from deep_offload.plan.ops import Place, Placement
-
-PAGE_BYTES = 4096
-"""Host arrays start at page borders, so that each can be first touched by the threads that use it."""
+from deep_offload.plan.storage import (
+    EXP_AVG,
+    EXP_AVG_SQ,
+    GRAD,
+    MASTER,
+    WEIGHT_OUT,
+    host_fields,
+    page_rounded,
+    state_fields,
+)
 
 DEVICE_ALIGNMENT_BYTES = 512
-"""Device arrays start at multiples of this, as torch's allocator hands them out."""
+"""Device arrays take multiples of this, as torch's allocator hands them out."""
 
-
-def round_up(num_bytes: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is not below `num_bytes`."""
-    return -(-num_bytes // multiple) * multiple
+UPCAST_STAGING_NUMEL = 1 << 24
+"""Elements of the fp32 buffer through which 16-bit gradients become fp32 before they leave the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,7 @@ class SubgroupHostBytes:
     @property
     def total(self) -> int:
         """Bytes in the arena: every array takes whole pages."""
-        return sum(round_up(size, PAGE_BYTES) for size in self.arrays)
+        return sum(page_rounded(size) for size in self.arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +82,17 @@ def host_state_bytes(layout: ShardLayout, placement: Placement, state: StateForm
 
 
 def _host_bytes(subgroup: Subgroup, place: Place, state: StateFormat) -> SubgroupHostBytes:
-    if place is Place.RESIDENT:
-        return SubgroupHostBytes(subgroup.index, 0, 0, 0, 0, 0)
-    n = subgroup.numel
-    master = state.storage_of(subgroup, place).bytes_per_param * n
-    moment = MOMENTS_BYTES_PER_PARAM // 2 * n
-    grad = weight = 0
-    if place is Place.CPU:
-        grad = state.wire_bytes_per_param(subgroup) * n
-        has_own_weight = subgroup.param_bytes < 4 and state.wire_bytes_per_param(subgroup) != subgroup.param_bytes
-        weight = subgroup.param_bytes * n if has_own_weight else 0
-    return SubgroupHostBytes(subgroup.index, master, moment, moment, grad, weight)
+    fields = host_fields(place, subgroup, state.split_master, state.wire_bytes_per_param(subgroup))
+    sizes = {field.name: field.itemsize * subgroup.numel for field in fields}
+    names = (MASTER, EXP_AVG, EXP_AVG_SQ, GRAD, WEIGHT_OUT)
+    return SubgroupHostBytes(subgroup.index, *(sizes.get(name, 0) for name in names))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBytes:
     """Device bytes of one rank's optimizer state, without weights and gradient buffers.
 
-    resident: state of subgroups that stay; slots: staging slots; upcast: buffers in which 16-bit gradients become
+    resident: state of subgroups that stay; slots: staging slots; upcast: the buffer in which 16-bit gradients become
     fp32 before they leave the device.
     """
 
@@ -107,37 +105,36 @@ class DeviceBytes:
         return self.resident + self.slots + self.upcast
 
 
-def device_state_bytes(
-    layout: ShardLayout, placement: Placement, state: StateFormat, num_slots: int, num_upcast_buffers: int = 0
-) -> DeviceBytes:
-    """Device bytes of residents, of the staging slots in use and of `num_upcast_buffers` upcast buffers."""
+def device_state_bytes(layout: ShardLayout, placement: Placement, state: StateFormat, num_slots: int) -> DeviceBytes:
+    """Device bytes of residents, of the staging slots in use and of the upcast buffer."""
     placed = list(zip(layout.subgroups, placement))
-    resident = sum(_device_state_bytes(s, Place.RESIDENT, state) for s, place in placed if place is Place.RESIDENT)
-    upcast = max((4 * s.numel for s, place in placed if place is Place.CPU and state.needs_upcast(s)), default=0)
     streamed = [s for s, place in placed if place is Place.GPU]
+    needs_upcast = any(place is Place.CPU and state.needs_upcast(s) for s, place in placed)
+    upcast = 4 * min(UPCAST_STAGING_NUMEL, layout.max_subgroup_numel) if needs_upcast else 0
     return DeviceBytes(
-        resident,
+        sum(resident_bytes(s, state) for s, place in placed if place is Place.RESIDENT),
         min(num_slots, len(streamed)) * slot_bytes(streamed, state),
-        num_upcast_buffers * round_up(upcast, DEVICE_ALIGNMENT_BYTES),
+        _device_rounded(upcast),
     )
 
 
 def slot_bytes(streamed: Iterable[Subgroup], state: StateFormat) -> int:
-    """Bytes of one staging slot: the largest streamed subgroup fits."""
-    return max((_device_state_bytes(s, Place.GPU, state) for s in streamed), default=0)
+    """Bytes of one staging slot: each of its arrays is as large as the largest of any streamed subgroup."""
+    largest: dict[str, int] = {}
+    for subgroup in streamed:
+        for field in state_fields(state.storage_of(subgroup, Place.GPU)):
+            largest[field.name] = max(largest.get(field.name, 0), field.itemsize * subgroup.numel)
+    return sum(_device_rounded(size) for size in largest.values())
 
 
 def resident_bytes(subgroup: Subgroup, state: StateFormat) -> int:
     """Device bytes of a subgroup's state while it stays there."""
-    return _device_state_bytes(subgroup, Place.RESIDENT, state)
+    fields = state_fields(state.storage_of(subgroup, Place.RESIDENT))
+    return sum(_device_rounded(field.itemsize * subgroup.numel) for field in fields)
 
 
-def _device_state_bytes(subgroup: Subgroup, place: Place, state: StateFormat) -> int:
-    storage = state.storage_of(subgroup, place)
-    arrays = (storage.bytes_per_param, MOMENTS_BYTES_PER_PARAM // 2, MOMENTS_BYTES_PER_PARAM // 2)
-    total = sum(round_up(size * subgroup.numel, DEVICE_ALIGNMENT_BYTES) for size in arrays)
-    assert total >= state_bytes_per_param(storage) * subgroup.numel
-    return total
+def _device_rounded(num_bytes: int) -> int:
+    return -(-num_bytes // DEVICE_ALIGNMENT_BYTES) * DEVICE_ALIGNMENT_BYTES
 
 
 def format_bytes(num_bytes: float) -> str:
