@@ -49,10 +49,10 @@ class HardwareProfile:
     """Threads of the CPU update of one rank, with which its rates hold."""
 
     gpu_memory_bytes: int
-    """Memory of one GPU."""
+    """Memory of one GPU; 0 where there is none."""
 
     host_memory_bytes: int
-    """Memory of the host, for all its ranks together."""
+    """Memory of the host that its ranks together may use; 0 when nothing limits it (then fits are not checked)."""
 
     h2d_bytes_per_s: float
     """Pinned host to device, alone."""
@@ -151,6 +151,8 @@ class HardwareProfile:
 
 _MAY_BE_ZERO = {
     "num_gpus",
+    "gpu_memory_bytes",
+    "host_memory_bytes",
     "collective_bytes_per_s",
     "network_bytes_per_s",
     "disk_write_bytes_per_s",
