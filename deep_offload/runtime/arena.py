@@ -48,7 +48,7 @@ class HostArena:
             return
         self._mapping = _shared_mapping(self.num_bytes)
         base = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        cpu_kernels.first_touch(base, num_threads)
+        cpu_kernels.extension().first_touch(base.data_ptr(), self.num_bytes, num_threads)
         offset = 0
         for spec in self._specs:
             raw = base[offset : offset + spec.numel * spec.dtype.itemsize]

@@ -1,0 +1,118 @@
+"""From settings to an engine: limits, profile, placement, and the lines that tell the user about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from deep_offload.config import OffloadConfig
+from deep_offload.model.choose import Choice, choose_placement
+from deep_offload.model.cost import op_seconds
+from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.machines import load_profile
+from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
+from deep_offload.plan.layout import MasterStorage, ShardLayout, auto_subgroup_numel, build_layout
+from deep_offload.plan.ops import Place
+from deep_offload.runtime.limits import HostLimits, cpu_update_threads, ranks_on_this_node, read_host_limits
+from deep_offload.runtime.measure import machine_profile
+
+GIB = 1 << 30
+
+
+def build_engine(
+    shards: Sequence[Shard],
+    config: OffloadConfig,
+    *,
+    warn: Callable[[str], None],
+    log: Callable[[str], None],
+) -> tuple[OffloadEngine, list[str]]:
+    """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
+
+    shards in forward order. Raises ValueError with numbers, before any large allocation, when state does not fit.
+    """
+    device = shards[0].param.device if shards else torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    specs = [shard.spec for shard in shards]
+    numel = config.offload_subgroup_numel
+    layout = build_layout(specs, auto_subgroup_numel(sum(s.numel for s in specs)) if numel == "auto" else numel)
+    ranks = ranks_on_this_node()
+    limits = read_host_limits()
+    threads = config.offload_cpu_threads
+    num_threads = cpu_update_threads(limits.cores, ranks, on_gpu) if threads == "auto" else threads
+    profile = _profile(config, num_threads, log)
+    grad_dtypes = {s.grad.dtype for s in shards if s.grad.dtype.itemsize == 2}
+    choice = choose_placement(
+        layout,
+        config,
+        profile,
+        device_budget_bytes=_device_budget(config, device),
+        host_limit_bytes=_host_limit(config, limits, ranks),
+        can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
+        num_upcast_buffers=1,
+        num_ranks=ranks,
+    )
+    settings = EngineSettings(
+        placement=choice.placement,
+        num_slots=max(1, choice.num_slots),
+        split_master=choice.storage_gpu is MasterStorage.SPLIT,
+        wire_dtype=torch.float32 if choice.wire == "fp32" or not grad_dtypes else next(iter(grad_dtypes)),
+        num_threads=num_threads,
+    )
+    seconds = op_seconds(layout, choice.state, profile)
+    engine = OffloadEngine(shards, layout, settings, warn=warn, seconds=seconds, device=device)
+    return engine, _describe(engine, layout, choice, profile, config, limits)
+
+
+def _profile(config: OffloadConfig, num_threads: int, log: Callable[[str], None]) -> HardwareProfile:
+    """The given profile, or this machine's measured rates; without offload any profile serves."""
+    if config.offload_profile is not None:
+        return load_profile(config.offload_profile)
+    if not config.interleaved_offload:
+        return load_profile("h200")
+    return machine_profile(num_threads, log)
+
+
+def _device_budget(config: OffloadConfig, device: torch.device) -> int | None:
+    if config.offload_device_budget_gib is not None:
+        return int(config.offload_device_budget_gib * GIB)
+    if device.type != "cuda":
+        return None
+    free, _total = torch.cuda.mem_get_info(device)
+    return free
+
+
+def _host_limit(config: OffloadConfig, limits: HostLimits, ranks: int) -> int | None:
+    """Bytes this rank may pin: its share of what the machine still gives, or the budget, whichever is less."""
+    share = None if limits.available_bytes is None else limits.available_bytes // ranks
+    if config.offload_host_budget_gib is None:
+        return share
+    budget = int(config.offload_host_budget_gib * GIB)
+    return budget if share is None else min(budget, share)
+
+
+def _describe(
+    engine: OffloadEngine,
+    layout: ShardLayout,
+    choice: Choice,
+    profile: HardwareProfile,
+    config: OffloadConfig,
+    limits: HostLimits,
+) -> list[str]:
+    counts = {place: sum(p is place for p in choice.placement) for place in Place}
+    lines = [
+        f"optimizer state: {layout.numel:,} parameters in {len(layout.subgroups)} subgroups of up to "
+        f"{layout.max_subgroup_numel:,}: {counts[Place.RESIDENT]} resident on the GPU, {counts[Place.GPU]} streamed to it, "
+        f"{counts[Place.CPU]} updated by the CPU",
+        f"bytes: {engine.host_bytes / GIB:.3f} GiB of host memory (limit: {limits.source}), "
+        f"{engine.device_bytes / GIB:.3f} GiB of device memory ({choice.device_bytes.slots / GIB:.3f} GiB of it staging slots)",
+    ]
+    if config.interleaved_offload:
+        lines += [
+            f"placement: GPU share {choice.gpu_share:.3f}, stride {choice.stride or 'none'}, resident fraction "
+            f"{choice.resident_fraction:.3f}, {engine.settings.num_slots} slots, gradient wire {choice.wire}, split master "
+            f"{'on' if engine.settings.split_master else 'off'}, {engine.settings.num_threads} CPU threads ({choice.why})",
+            f"predicted update: {choice.predicted_update_seconds * 1e3:.1f} ms, bound by {choice.binding_lane}; rates of "
+            f"{profile.name} ({profile.source}, {profile.date})",
+        ]
+    return lines

@@ -1,0 +1,84 @@
+"""Model chunks and settings to an optimizer: the one function that the training layer calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+
+from deep_offload.config import OffloadConfig
+from deep_offload.optimizer.build import build_engine
+from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.optimizer.megatron_buffers import map_buffers
+
+NoDecay = Callable[[str, torch.nn.Parameter], bool]
+
+
+def has_no_weight_decay(name: str, param: torch.nn.Parameter) -> bool:
+    """Megatron's default: biases and one-dimensional parameters (norms) are not decayed."""
+    return name.endswith(".bias") or param.dim() == 1
+
+
+def build_optimizer(
+    model_chunks: Sequence[DistributedDataParallel],
+    optimizer_config: OptimizerConfig,
+    offload: OffloadConfig,
+    *,
+    no_weight_decay: NoDecay = has_no_weight_decay,
+    decoupled_lr: float | None = None,
+    decoupled_min_lr: float | None = None,
+    log: Callable[[str], None] = print,
+) -> DeepOffloadOptimizer:
+    """Adam over the chunks' DDP buffers, placed as `offload` says; without offload all state stays on the GPU.
+
+    Raises ValueError, one sentence, when the optimizer is not Adam or state does not fit.
+    """
+    if optimizer_config.optimizer != "adam":
+        raise ValueError(f"--optimizer {optimizer_config.optimizer} is not supported, this engine updates with adam only")
+    groups = build_param_groups(model_chunks, optimizer_config, no_weight_decay, decoupled_lr, decoupled_min_lr)
+    buffers = map_buffers(model_chunks)
+    with torch.no_grad():
+        engine, lines = build_engine([b.shard for b in buffers.shards], offload, warn=warnings.warn, log=log)
+    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines)
+
+
+def build_param_groups(
+    chunks: Sequence[torch.nn.Module],
+    config: OptimizerConfig,
+    no_weight_decay: NoDecay,
+    decoupled_lr: float | None,
+    decoupled_min_lr: float | None,
+) -> list[dict[str, Any]]:
+    """Groups by weight decay and decoupled learning rate; the same groups in the same order on every rank, even if empty."""
+    has_decoupled = decoupled_lr is not None
+    keys = [(decay, decoupled) for decoupled in ((False, True) if has_decoupled else (False,)) for decay in (True, False)]
+    members: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {key: [] for key in keys}
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if param.requires_grad:
+                is_decoupled = has_decoupled and bool(getattr(param, "is_embedding_or_output_parameter", False))
+                members[not no_weight_decay(name, param), is_decoupled].append(param)
+    groups = []
+    for decay, is_decoupled in keys:
+        max_lr = decoupled_lr if is_decoupled else config.lr
+        min_lr = config.min_lr if not is_decoupled or decoupled_min_lr is None else decoupled_min_lr
+        groups.append(
+            {
+                "params": members[decay, is_decoupled],
+                "wd_mult": 1.0 if decay else 0.0,
+                "lr_mult": 1.0,
+                "is_expert_parallel": False,
+                "is_decoupled_lr": is_decoupled,
+                "default_config": not is_decoupled,
+                "max_lr": max_lr,
+                "min_lr": min_lr,
+                "lr": max_lr,
+                # the learning rate scheduler sets this at each step; without one, norms must still not be decayed
+                "weight_decay": config.weight_decay * (1.0 if decay else 0.0),
+            }
+        )
+    return groups

@@ -1,0 +1,336 @@
+"""The Megatron front end: `MegatronOptimizer`'s interface over the engine, on DDP's flat buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler, MegatronGradScaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import param_is_not_shared
+
+from deep_offload.kernels.scalars import AdamClass
+from deep_offload.optimizer.digest import DigestEntry, combine, digest_entry
+from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
+from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
+from deep_offload.optimizer.megatron_buffers import BackwardHooks, BufferMap, gradients_are_final_in_backward
+from deep_offload.optimizer.megatron_names import full_tensor, named_params
+from deep_offload.plan.storage import MASTER
+from deep_offload.plan.timeline import Timeline
+
+
+@dataclass(slots=True)
+class ParamGroups:
+    """What `MegatronOptimizer` calls its inner optimizer: groups that the learning rate scheduler drives."""
+
+    param_groups: list[dict[str, Any]]
+    state: dict[Any, Any]
+
+
+class DeepOffloadOptimizer(MegatronOptimizer):
+    """Adam with state placed by the engine. Every offload setting gives the bits of the all-resident run."""
+
+    is_stub_optimizer = False
+
+    def __init__(
+        self,
+        config: OptimizerConfig,
+        chunks: Sequence[DistributedDataParallel],
+        param_groups: list[dict[str, Any]],
+        buffers: BufferMap,
+        engine: OffloadEngine,
+        lines: Sequence[str],
+    ) -> None:
+        super().__init__(ParamGroups(param_groups, {}), config)
+        self._chunks = list(chunks)
+        self._buffers = buffers
+        self._engine = engine
+        self._lines = tuple(lines)
+        self._step = 0
+        self._is_settled = True
+        self._device = torch.device(buffers.shards[0].shard.grad.device if buffers.shards else "cpu")
+        number_of = buffers.number_of()
+        self._group_of = [-1] * len(buffers.params)
+        for index, group in enumerate(param_groups):
+            for param in group["params"]:
+                self._group_of[number_of[param]] = index
+        self._runs = _counted_runs(buffers)
+        self._subgroups_of = [
+            {s.index for piece in pieces for s in engine.subgroups_of(piece.shard, piece.shard_start, piece.shard_start + piece.numel)}
+            for pieces in buffers.pieces
+        ]
+        self._missing = [0] * len(engine.layout.subgroups)
+        self._reset_missing()
+        self._hooks = None
+        if gradients_are_final_in_backward(chunks):
+            self._hooks = BackwardHooks(buffers, self._param_ready, lambda _number: engine.skip_update())
+        self._scaler = _grad_scaler(config, self._device)
+
+    # -- a step -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float, int | None]:
+        """Update from the final gradients in DDP's buffers: (updated?, gradient norm before clipping, zero gradients).
+
+        A norm that is not finite on any rank skips the step on all of them and leaves state untouched. Returns when the
+        work is with the lanes; `zero_grad` or `synchronize` waits for it.
+        """
+        if self._hooks is not None:
+            self._hooks.end_of_backward()
+        num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
+        scale = self._loss_scale()
+        norm = self._grad_norm() / scale
+        is_finite = math.isfinite(norm)
+        if self._scaler is not None:
+            self._scaler.update(not is_finite)
+        self._reset_missing()
+        if not is_finite:
+            self._engine.skip_update()
+            return False, norm, num_zeros
+        clip = self.config.clip_grad
+        coefficient = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
+        self._step += 1
+        self._is_settled = False
+        self._engine.update([self._adam_class(g) for g in self.param_groups], self._group_of, coefficient / scale)
+        return True, norm, num_zeros
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP zeroes."""
+        self._settle()
+
+    def synchronize(self) -> None:
+        """Make state and parameters final: before evaluation, checkpoints, exit."""
+        self._settle()
+        self._engine.synchronize()
+
+    def close(self) -> None:
+        """Finish all work and release host memory."""
+        self._engine.close()
+
+    def _settle(self) -> None:
+        self._engine.wait_until_reusable()
+        if self._is_settled:
+            return
+        self._is_settled = True
+        if all(b.group.size() == 1 for b in self._buffers.shards):
+            return
+        for chunk in self._chunks:
+            if not chunk.ddp_config.overlap_param_gather:  # else the forward pre-hooks gather
+                chunk.start_param_sync()
+
+    def _param_ready(self, number: int) -> None:
+        for i in self._subgroups_of[number]:
+            self._missing[i] -= 1
+            if self._missing[i] == 0:
+                self._engine.grads_ready(i)
+
+    def _reset_missing(self) -> None:
+        self._missing = [0] * len(self._missing)
+        for subgroups in self._subgroups_of:
+            for i in subgroups:
+                self._missing[i] += 1
+
+    def _adam_class(self, group: dict[str, Any]) -> AdamClass:
+        beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2
+        return AdamClass(
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            eps=self.config.adam_eps,
+            weight_decay=group["weight_decay"],
+            step=self._step,
+            decoupled=self.config.decoupled_weight_decay,
+        )
+
+    def _grad_norm(self) -> float:
+        total = sum_of_squares([b.shard.grad for b in self._buffers.shards], self._runs, self._device)
+        dist.all_reduce(total)
+        return math.sqrt(total.item()) if torch.isfinite(total) else float(total.item())
+
+    def _count_zeros(self) -> int:
+        total = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for shard, start, end in _counted_runs(self._buffers, padding=False):
+            total += (self._buffers.shards[shard].shard.grad[start:end] == 0).sum()
+        dist.all_reduce(total)
+        return int(total.item())
+
+    # -- MegatronOptimizer's other calls ------------------------------------------------------------------------
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """fp32 [1] on the device; 1 without fp16."""
+        if self._scaler is None:
+            return torch.ones(1, dtype=torch.float32, device=self._device)
+        return self._scaler.scale
+
+    def _loss_scale(self) -> float:
+        return 1.0 if self._scaler is None else float(self._scaler.scale.item())
+
+    def prepare_grads(self) -> bool:
+        """True if a gradient is not finite. Gradients stay in DDP's buffers: nothing is copied."""
+        return not math.isfinite(self._grad_norm())
+
+    def step_with_ready_grads(self) -> bool:
+        return self.step()[0]
+
+    def get_grad_norm(self) -> float:
+        return self._grad_norm() / self._loss_scale()
+
+    def get_parameters(self) -> list[torch.nn.Parameter]:
+        return list(self._buffers.params)
+
+    def count_zeros(self) -> int:
+        return self._count_zeros()
+
+    @torch.no_grad()
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Masters follow the parameters that were written into the model since; the moments stay."""
+        if state_dict is not None:
+            raise ValueError("masters are refreshed from the model's own parameters; load the state dict into the model first")
+        self.synchronize()
+        for i in range(len(self._engine.layout.subgroups)):
+            self._engine.refresh_master(i)
+
+    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
+        """Step, groups without their parameters, loss scaler and, by subgroup, fp32 state of this rank's shards (copies)."""
+        self.synchronize()
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        state = [
+            {name: t.detach().to("cpu", copy=True) for name, t in self._engine.read_state(i).items()}
+            for i in range(len(self._engine.layout.subgroups))
+        ]
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        return {"step": self._step, "param_groups": groups, "grad_scaler": scaler, "shards": self._by_shard(state)}
+
+    def _by_shard(self, state: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Flat state of whole shards, so that a load may cut them into other subgroups."""
+        shards: list[dict[str, torch.Tensor]] = []
+        for number, bucket in enumerate(self._buffers.shards):
+            arrays = {name: torch.empty(bucket.shard.grad.numel(), dtype=torch.float32) for name in STATE_NAMES}
+            for s in self._engine.layout.subgroups:
+                if s.shard == number:
+                    for name in STATE_NAMES:
+                        arrays[name][s.start : s.start + s.numel] = state[s.index][name]
+            shards.append(arrays)
+        return shards
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of `state_dict` for the same parallel layout; placement and subgroups may differ."""
+        sizes = [b.shard.grad.numel() for b in self._buffers.shards]
+        given = [shard[MASTER].numel() for shard in state_dict["shards"]]
+        if sizes != given:
+            raise ValueError(
+                f"the state holds shards of {given} elements, this rank's are {sizes}: load it with the parallel layout and "
+                "bucket size it was saved with"
+            )
+        self.synchronize()
+        self._step = state_dict["step"]
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+        if self._scaler is not None and state_dict["grad_scaler"] is not None:
+            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        for s in self._engine.layout.subgroups:
+            for name in STATE_NAMES:
+                values = state_dict["shards"][s.shard][name][s.start : s.start + s.numel]
+                self._engine.write_state(s.index, name, 0, values)
+        self._is_settled = False
+
+    # -- what is ours -------------------------------------------------------------------------------------------
+
+    def describe(self) -> list[str]:
+        """How state is placed, for the log at start."""
+        return list(self._lines)
+
+    def last_step_fields(self) -> list[tuple[str, str]]:
+        """Fields for the end of the log line."""
+        return [("offload wait (ms)", f"{self._engine.wait_seconds * 1e3:.1f}")]
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes and parameters by lane since the start."""
+        return self._engine.traffic
+
+    def timeline(self) -> Timeline | None:
+        """Measured lanes of the last step."""
+        return self._engine.timeline()
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(host, device) bytes of optimizer state and staging on this rank."""
+        return self._engine.host_bytes, self._engine.device_bytes
+
+    @torch.no_grad()
+    def state_digest(self, vocab_size: int | None = None) -> str:
+        """The digest of the whole model's parameters and state; a collective over all ranks."""
+        self.synchronize()
+        number_of = self._buffers.number_of()
+        entries: list[DigestEntry] = []
+        state = [self._engine.read_state(i) for i in range(len(self._engine.layout.subgroups))]
+        for named in named_params(self._chunks):
+            if named.is_tied_copy:
+                continue
+            number = number_of[named.param]
+            tensors = {"param": self._gather(number, None, state)}
+            tensors.update({name: self._gather(number, name, state) for name in STATE_NAMES})
+            for kind, local in tensors.items():
+                entries.append(digest_entry(named.name, kind, full_tensor(named, local, vocab_size)))
+        return combine(_all_entries(entries), self._step)
+
+    def _gather(self, number: int, name: str | None, state: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its weights."""
+        param = self._buffers.params[number]
+        flat = torch.zeros(param.numel(), dtype=param.dtype if name is None else torch.float32, device=self._device)
+        for piece in self._buffers.pieces[number]:
+            end = piece.shard_start + piece.numel
+            for s in self._engine.subgroups_of(piece.shard, piece.shard_start, end):
+                low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
+                source = self._buffers.shards[piece.shard].shard.param[low:high]
+                if name is not None:
+                    source = state[s.index][name][low - s.start : high - s.start]
+                at = piece.param_start + low - piece.shard_start
+                flat[at : at + high - low].copy_(source)
+        group = self._buffers.shards[0].group
+        if group.size() > 1:  # pieces are disjoint, the rest is zero: a sum of bytes keeps every bit
+            dist.all_reduce(flat.view(torch.uint8), group=group)
+        return flat.view(param.shape)
+
+
+def _all_entries(local: list[DigestEntry]) -> list[DigestEntry]:
+    gathered: list[list[DigestEntry]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, local)
+    return [entry for entries in gathered for entry in entries]
+
+
+def _counted_runs(buffers: BufferMap, padding: bool = True) -> list[Run]:
+    """Elements that count towards norm and zeros on this rank: no tensor-parallel duplicates, no tied copies.
+
+    padding: whether runs may reach over padding between parameters, which is zero.
+    """
+    counted = [
+        param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p) for p in buffers.params
+    ]
+    pieces = [[(s.start, s.end, counted[s.param]) for s in b.shard.segments] for b in buffers.shards]
+    if padding:
+        return counted_runs(pieces)
+    return [(shard, start, end) for shard, p in enumerate(pieces) for start, end, is_counted in p if is_counted]
+
+
+def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:
+    """Megatron's loss scaler: constant if a scale is given, dynamic for fp16, none otherwise."""
+    if config.loss_scale:
+        return ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
