@@ -159,7 +159,8 @@ class TrainingConfig:
         padded = self.data.padded_vocab_size
         require(
             padded is None or padded % tensor == 0,
-            f"--padded-vocab-size {padded} is not a multiple of --tensor-model-parallel-size {tensor}: change one of them",
+            f"--padded-vocab-size {padded} is not a multiple of --tensor-model-parallel-size {tensor}: "
+            "change one of them",
         )
         self.parallel.num_virtual_stages(self.model.num_layers)
 

@@ -341,7 +341,8 @@ class ParallelConfig:
         pipeline = self.pipeline_model_parallel_size
         require(
             pipeline > 1 or not (self.is_interleaved or self.is_uneven),
-            "virtual stages and an uneven split need --pipeline-model-parallel-size of at least 2: raise it or drop them",
+            "virtual stages and an uneven split need --pipeline-model-parallel-size of at least 2: raise it or "
+            "drop them",
         )
         if not self.is_interleaved:
             fill(self, "overlap_p2p_comm", False)
@@ -381,7 +382,9 @@ class ParallelConfig:
         if ranks == 0:
             require(middle == 0, _split_message(num_layers, middle, "no further pipeline rank"))
         else:
-            require(middle >= ranks * stages and middle % (ranks * stages) == 0, _split_message(num_layers, middle, unit))
+            require(
+                middle >= ranks * stages and middle % (ranks * stages) == 0, _split_message(num_layers, middle, unit)
+            )
         return stages if stages > 1 else None
 
 

@@ -89,9 +89,6 @@ class DataConfig:
     reset_attention_mask: bool = False
     """Keep documents of one sample from attending to each other."""
 
-    create_attention_mask_in_dataloader: bool = True
-    """Whether the loader may build [s, s] masks; they are built only for --reset-attention-mask."""
-
     mmap_bin_files: bool = True
     """Memory-map .bin files instead of reading them."""
 
