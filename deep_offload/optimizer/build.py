@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
 from deep_offload.plan.layout import MasterStorage, ShardLayout, auto_subgroup_numel, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.runtime.limits import HostLimits, cpu_update_threads, ranks_on_this_node, read_host_limits
-from deep_offload.runtime.measure import machine_profile
+from deep_offload.runtime.measure import profile_for_run
 
 GIB = 1 << 30
 
@@ -40,16 +41,15 @@ def build_engine(
     limits = read_host_limits()
     threads = config.offload_cpu_threads
     num_threads = cpu_update_threads(limits.cores, ranks, on_gpu) if threads == "auto" else threads
-    profile = _profile(config, num_threads, log)
+    profile = _profile(config, device, num_threads, ranks, log)
     grad_dtypes = {s.grad.dtype for s in shards if s.grad.dtype.itemsize == 2}
     choice = choose_placement(
         layout,
-        config,
+        _with_resident_default(config),
         profile,
         device_budget_bytes=_device_budget(config, device),
         host_limit_bytes=_host_limit(config, limits, ranks),
         can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
-        num_upcast_buffers=1,
         num_ranks=ranks,
     )
     settings = EngineSettings(
@@ -64,13 +64,20 @@ def build_engine(
     return engine, _describe(engine, layout, choice, profile, config, limits)
 
 
-def _profile(config: OffloadConfig, num_threads: int, log: Callable[[str], None]) -> HardwareProfile:
-    """The given profile, or this machine's measured rates; without offload any profile serves."""
-    if config.offload_profile is not None:
-        return load_profile(config.offload_profile)
+def _profile(
+    config: OffloadConfig, device: torch.device, num_threads: int, ranks: int, log: Callable[[str], None]
+) -> HardwareProfile:
+    """The given profile, or this machine's measured rates; without offload nothing depends on them."""
     if not config.interleaved_offload:
         return load_profile("h200")
-    return machine_profile(num_threads, log)
+    return profile_for_run(config.offload_profile, device, num_threads, ranks, log=log)
+
+
+def _with_resident_default(config: OffloadConfig) -> OffloadConfig:
+    """Without a device budget nothing is resident: activations of the first step are not known yet."""
+    if config.offload_resident_fraction != "auto" or config.offload_device_budget_gib is not None:
+        return config
+    return replace(config, offload_resident_fraction=0.0)
 
 
 def _device_budget(config: OffloadConfig, device: torch.device) -> int | None:

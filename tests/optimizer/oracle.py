@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 
-def fp32(value: float) -> float:
-    return float(np.float32(value))
+def fp32(value: float) -> torch.Tensor:
+    """A 0-dim fp32 tensor: torch may turn a division by a Python number into a multiplication."""
+    return torch.tensor(np.float32(value))
 
 
 def round_weight(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +38,8 @@ class OracleParam:
         g = grad.detach().cpu().float() * fp32(scale)
         self.exp_avg = self.exp_avg * fp32(b1) + g * fp32(1 - b1)
         self.exp_avg_sq = self.exp_avg_sq * fp32(b2) + (g * g) * fp32(1 - b2)
-        denom = self.exp_avg_sq.sqrt() / fp32((1 - b2**self.step) ** 0.5) + fp32(eps)
+        root = torch.from_numpy(np.sqrt(self.exp_avg_sq.numpy()))  # torch's own root on the CPU is not correctly rounded
+        denom = root / fp32((1 - b2**self.step) ** 0.5) + fp32(eps)
         decayed = self.master * fp32(1 - lr * weight_decay)
         self.master = decayed - (self.exp_avg / denom) * fp32(lr / (1 - b1**self.step))
 
