@@ -1,0 +1,270 @@
+"""Datasets and loaders: megatron-core's GPT datasets over .bin/.idx pairs, checked before they are built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+
+from megatron.training.batch import BatchShape
+from megatron.training.config import DataConfig, TrainingConfig
+from megatron.training.data_check import SPLIT_NAMES, SplitSize, check_prefix, check_split, describe_split, split_sizes
+from megatron.training.samplers import SequentialBatches, ShuffledBatches
+from megatron.training.tokenizer import Tokenizer, build_tokenizer
+
+Blend = tuple[list[str], list[float] | None]
+SampleIterator = Iterator[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSource:
+    """Where the tokens of the three splits come from: `blend` cut by `split`, or `per_split`, or generated tokens.
+
+    num_samples: samples of each split; 0 builds no dataset. `lines` describe it, `notes` say what stays empty.
+    """
+
+    num_samples: tuple[int, int, int]
+    blend: Blend | None = None
+    split: str | None = None
+    per_split: tuple[Blend | None, ...] | None = None
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """Return the tokenizer that the settings name. Raises ValueError where none is named or it cannot be built."""
+    if data.tokenizer_type is None:
+        raise ValueError("--tokenizer-type is not given: name the one that made the data, such as HuggingFaceTokenizer")
+    return build_tokenizer(
+        data.tokenizer_type,
+        model=data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=data.vocab_size,
+        tiktoken_pattern=data.tiktoken_pattern,
+        tiktoken_num_special_tokens=data.tiktoken_num_special_tokens,
+    )
+
+
+def num_samples_per_split(config: TrainingConfig) -> tuple[int, int, int]:
+    """Return the samples that training, all its evaluations, and the test at the end take."""
+    per_evaluation = config.logging.eval_iters * config.batch.global_batch_size
+    num_evaluations = config.num_iterations // config.logging.eval_interval + 1 + config.logging.eval_at_start
+    training = 0 if config.lifecycle.skip_train else config.num_samples
+    return training, num_evaluations * per_evaluation, per_evaluation
+
+
+def check_data(config: TrainingConfig) -> DataSource:
+    """Return the data of a run after reading its indices (no tokens, no other rank).
+
+    Raises ValueError, one sentence, for a prefix that is missing or cut short and for a split that has no tokens.
+    """
+    data, wanted = config.data, num_samples_per_split(config)
+    if data.mock_data:
+        return DataSource(wanted)
+    if data.data_path or data.data_args_path:
+        blend = parse_blend(data.data_path or _read_words(data.data_args_path or ""), "--data-path")
+        assert data.split is not None, "DataConfig fills the split beside --data-path"
+        return _check_blend(config, blend, data.split, wanted)
+    if not data.train_data_path:
+        raise ValueError("no data is given: use --data-path PREFIX, --train-data-path PREFIX or --mock-data")
+    return _check_per_split(config, wanted)
+
+
+def parse_blend(words: Sequence[str], flag: str) -> Blend:
+    """Return prefixes and weights of `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` (None: no weights)."""
+    try:
+        weights = [float(word) for word in words[::2]]
+    except ValueError:
+        return list(words), None
+    if len(words) % 2:
+        raise ValueError(f"{flag} {' '.join(words)} has a weight without a prefix: give WEIGHT PREFIX pairs")
+    if not all(weight >= 0 for weight in weights) or not sum(weights) > 0:
+        raise ValueError(f"{flag} has weights {weights}: they must be 0 or more, and one of them more than 0")
+    return list(words[1::2]), weights
+
+
+def _read_words(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().split()
+    except OSError as error:
+        raise ValueError(f"--data-args-path {path} cannot be read: {error.strerror}") from None
+
+
+def _check_blend(config: TrainingConfig, blend: Blend, split: str, wanted: tuple[int, int, int]) -> DataSource:
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    sizes: list[list[SplitSize]] = [[] for _ in SPLIT_NAMES]
+    notes: list[str] = []
+    for prefix in blend[0]:
+        index = check_prefix(prefix)
+        parts = split_sizes(index, matrix)
+        notes += check_split(prefix, len(index.lengths), split, parts, wanted)
+        for total, part in zip(sizes, parts):
+            if part is not None:
+                total.append(part)
+    if notes:
+        wanted = (wanted[0], wanted[1], 0)
+    lines = _describe(sizes, wanted, config.model.seq_length)
+    return DataSource(wanted, blend=blend, split=split, lines=lines, notes=tuple(notes))
+
+
+def _check_per_split(config: TrainingConfig, wanted: tuple[int, int, int]) -> DataSource:
+    data = config.data
+    blends: list[Blend | None] = []
+    sizes: list[list[SplitSize]] = []
+    samples: list[int] = []
+    for name, words, count in zip(
+        SPLIT_NAMES, (data.train_data_path, data.valid_data_path, data.test_data_path), wanted
+    ):
+        flag = {"training": "--train-data-path", "validation": "--valid-data-path"}.get(name, "--test-data-path")
+        blend = parse_blend(words, flag) if words else None
+        own: list[SplitSize] = []
+        for prefix in blend[0] if blend else []:
+            index = check_prefix(prefix)
+            size = SplitSize(len(index.lengths), int(index.lengths.sum(dtype="int64")))
+            if size.num_tokens == 0:
+                raise ValueError(f"{flag} {prefix} holds {size.num_sequences} empty documents: use other data")
+            own.append(size)
+        blends.append(blend)
+        sizes.append(own)
+        samples.append(count if blend else 0)
+    lines = _describe(sizes, samples, config.model.seq_length)
+    return DataSource((samples[0], samples[1], samples[2]), per_split=tuple(blends), lines=lines)
+
+
+def _describe(sizes: Sequence[Sequence[SplitSize]], samples: Sequence[int], seq_length: int) -> tuple[str, ...]:
+    rows = zip(SPLIT_NAMES, sizes, samples)
+    return tuple(describe_split(name, own, count, seq_length) for name, own, count in rows if own)
+
+
+class TrainingData:
+    """The datasets of a run on this rank, and loaders over them that start at a given sample.
+
+    Only tensor-parallel rank 0 of a pipeline stage that reads data holds datasets; elsewhere loaders are None.
+    """
+
+    def __init__(
+        self, config: TrainingConfig, source: DataSource, tokenizer: Tokenizer, stages: Sequence[tuple[bool, bool]]
+    ) -> None:
+        """Build the datasets; collective over all ranks.
+
+        stages: for each model chunk of this rank, whether it is the first and whether it is the last of all.
+        """
+        self.shape = BatchShape(
+            micro_batch_size=config.batch.micro_batch_size,
+            seq_length=config.model.seq_length,
+            end_of_document=tokenizer.eod,
+            reset_position_ids=config.data.reset_position_ids,
+            reset_attention_mask=config.data.reset_attention_mask,
+        )
+        self._config = config
+        self._reads = [self.shape.is_needed(first, last) for first, last in stages]
+        self._wanted = source.num_samples
+        is_source = parallel_state.get_tensor_model_parallel_rank() == 0 and any(self._reads)
+        self._datasets = _build_datasets(config, source, tokenizer, is_source)
+
+    def train_iterators(self, consumed_samples: int) -> list[SampleIterator | None]:
+        """Return an iterator for each model chunk of this rank, None where it reads nothing."""
+        return self._iterators(0, consumed_samples, self._config.data.dataloader_type == "cyclic")
+
+    def valid_iterators(self, consumed_samples: int) -> list[SampleIterator | None]:
+        """Return the iterators of the validation split."""
+        return self._iterators(1, consumed_samples, False)
+
+    def test_iterators(self) -> list[SampleIterator | None]:
+        """Return the iterators of the test split."""
+        return self._iterators(2, 0, False)
+
+    def _iterators(self, split: int, consumed_samples: int, shuffled: bool) -> list[SampleIterator | None]:
+        dataset = self._datasets[split]
+        if dataset is None:
+            return [None] * len(self._reads)
+        return [
+            iter(self._loader(dataset, split, consumed_samples, shuffled)) if reads else None for reads in self._reads
+        ]
+
+    def _loader(
+        self, dataset: torch.utils.data.Dataset, split: int, consumed_samples: int, shuffled: bool
+    ) -> torch.utils.data.DataLoader:
+        config = self._config
+        total = len(dataset)  # type: ignore[arg-type]
+        group = config.batch.micro_batch_size * config.data_parallel_size
+        if (not shuffled and total < self._wanted[split]) or total < group:
+            raise ValueError(
+                f"{SPLIT_NAMES[split]} takes {self._wanted[split]} samples, but one pass over the data has {total}: "
+                "give weights to --data-path (data then repeats), --dataloader-type cyclic, or train less"
+            )
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        place = (total, consumed_samples, config.batch.micro_batch_size, rank, size)
+        sampler = ShuffledBatches(*place, seed=config.lifecycle.seed) if shuffled else SequentialBatches(*place)
+        workers = config.data.num_workers
+        return torch.utils.data.DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=workers,
+            pin_memory=torch.cuda.is_initialized(),
+            persistent_workers=workers > 0,
+            # Its own generator: ranks without a loader must not fall behind in the default one, which dropout uses.
+            generator=torch.Generator().manual_seed(config.lifecycle.seed),
+        )
+
+
+def _build_datasets(
+    config: TrainingConfig, source: DataSource, tokenizer: Tokenizer, is_source: bool
+) -> list[torch.utils.data.Dataset | None]:
+    data, sizes = config.data, list(source.num_samples)
+    per_split = [blend if size else None for blend, size in zip(source.per_split or (), sizes)]
+    settings = GPTDatasetConfig(
+        random_seed=config.lifecycle.seed,
+        sequence_length=config.model.seq_length,
+        blend=source.blend,
+        blend_per_split=per_split or None,
+        split=source.split,
+        num_dataset_builder_threads=data.num_dataset_builder_threads,
+        path_to_cache=data.data_cache_path,
+        mmap_bin_files=data.mmap_bin_files,
+        tokenizer=tokenizer,  # type: ignore[arg-type] # it is used through the attributes that ours have
+        # Positions and masks follow from the tokens and are made on the device: see batch.py.
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        create_attention_mask=False,
+        eod_mask_loss=data.eod_mask_loss,
+    )
+    if settings.split_matrix is not None:
+        # A split that nobody reads may have no tokens, and megatron-core would search it for ever.
+        settings.split_matrix = [part if size else None for part, size in zip(settings.split_matrix, sizes)]
+    kind = MockGPTDataset if data.mock_data else GPTDataset
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")  # memory-mapped tokens are only read
+        try:
+            return BlendedMegatronDatasetBuilder(kind, sizes, lambda: is_source, settings).build()
+        except OSError as error:
+            raise _cache_error(data, error) from None
+        except Exception as error:
+            if isinstance(error.__cause__, OSError):
+                raise _cache_error(data, error.__cause__) from None
+            raise
+
+
+def _cache_error(data: DataConfig, error: OSError) -> ValueError:
+    where = data.data_cache_path or "the cache folder beside the data"
+    return ValueError(f"the index cache in {where} cannot be used ({error}): point --data-cache-path to another folder")
+
+
+def print_datasets(source: DataSource, report: Callable[[str], None]) -> None:
+    """Print the sizes of the three splits in Megatron's words, then what they mean in tokens and epochs."""
+    report(" > datasets target sizes (minimum size):")
+    for name, count in zip(("train", "validation", "test"), source.num_samples):
+        report(f"    {name + ':':<12}{count}")
+    for line in source.lines:
+        report(line)

@@ -1,0 +1,103 @@
+"""Why and when a run ends early, when garbage is collected, and which steps are profiled."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from megatron.training.config import LifecycleConfig
+
+
+class StopWatch:
+    """Tells all ranks at the same iteration that the run should end, and why."""
+
+    def __init__(self, config: LifecycleConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._started = time.monotonic()
+        self._signal_seen = False
+        if config.exit_signal_handler:
+            signal.signal(signal.Signals[config.exit_signal], self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal_seen = True
+
+    def reason(self, iteration: int) -> str | None:
+        """Return why the run should end after `iteration`, None to go on. Collective where ranks may disagree."""
+        config = self._config
+        if config.exit_signal_handler and self._any_rank(self._signal_seen):
+            return f"{config.exit_signal} was received"
+        if config.exit_duration_in_mins is not None:
+            minutes = (time.monotonic() - self._started) / 60.0
+            if self._any_rank(minutes > config.exit_duration_in_mins):
+                return f"--exit-duration-in-mins {config.exit_duration_in_mins} is over"
+        if config.exit_interval is not None and iteration % config.exit_interval == 0:
+            return f"iteration {iteration} is a multiple of --exit-interval {config.exit_interval}"
+        return None
+
+    def _any_rank(self, here: bool) -> bool:
+        vote = torch.tensor([int(here)], device=self._device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
+        return bool(vote.item())
+
+
+class GarbageCollection:
+    """With --manual-gc Python collects at fixed steps only, so that ranks do not wait for each other's pauses."""
+
+    def __init__(self, config: LifecycleConfig) -> None:
+        self._interval = config.manual_gc_interval if config.manual_gc else 0
+        self._around_evaluations = config.manual_gc and config.manual_gc_eval
+        self._turned_off = config.manual_gc
+        if config.manual_gc:
+            gc.disable()
+            gc.collect()
+
+    def after_step(self, iteration: int) -> None:
+        """Collect if it is time."""
+        if self._interval and iteration % self._interval == 0:
+            gc.collect()
+
+    def around_evaluation(self) -> None:
+        """Collect before and after an evaluation, which leaves the most behind."""
+        if self._around_evaluations:
+            gc.collect()
+
+    def close(self) -> None:
+        """Give collection back to Python."""
+        if self._turned_off:
+            gc.enable()
+
+
+class Profiling:
+    """A PyTorch profile of the steps [profile_step_start, profile_step_end), as a Chrome trace in `folder`."""
+
+    def __init__(self, config: LifecycleConfig, rank: int, folder: str) -> None:
+        self._is_on = config.profile and rank in config.profile_ranks
+        self._start, self._end = config.profile_step_start, config.profile_step_end
+        self._path = os.path.join(folder, f"profile_rank{rank}_steps{self._start}-{self._end}.json")
+        self._profiler: torch.profiler.profile | None = None
+
+    def before_step(self, iteration: int) -> None:
+        """Start before step `iteration` (the first is 1) where it is the first to profile."""
+        if self._is_on and iteration == self._start:
+            self._profiler = torch.profiler.profile()
+            self._profiler.start()
+
+    def after_step(self, iteration: int) -> None:
+        """Stop after the last step to profile."""
+        if self._profiler is not None and iteration >= self._end - 1:
+            self.close()
+
+    def close(self) -> None:
+        """Write the trace of what was profiled."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            self._profiler.export_chrome_trace(self._path)
+            self._profiler = None

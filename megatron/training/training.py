@@ -1,0 +1,213 @@
+"""`pretrain`: from settings to a finished run. The loop itself is in trainer.py."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+from deep_offload.optimizer.factory import build_optimizer
+from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from megatron.training.config import TrainingConfig
+from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
+from megatron.training.device import describe_device
+from megatron.training.initialize import initialize, shut_down
+from megatron.training.launch import Ranks
+from megatron.training.metrics import datetime_line, gibibytes
+from megatron.training.model import TORCH_DTYPES, build_model
+from megatron.training.schedule import build_scheduler
+from megatron.training.tokenizer import Tokenizer
+from megatron.training.train_step import connect
+from megatron.training.trainer import Checkpointing, Trainer
+
+_SECONDS_TO_FAIL = 30.0
+
+
+def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing | None = None) -> None:
+    """Train a GPT as `config` says on this process, which is `ranks` of the job.
+
+    checkpointing: saves and restores; None refuses --save and --load. Raises ValueError, one sentence, for settings
+    and data that cannot work, before anything large is allocated, and RuntimeError for faults of the run.
+    """
+    report_first = _report if ranks.is_first else _ignore
+    if checkpointing is None and (config.checkpoint.save or config.checkpoint.load):
+        raise ValueError("--save and --load need a checkpoint writer, and this program has none: drop them")
+    tokenizer = tokenizer_of(config.data)
+    config = config.with_vocab(tokenizer.vocab_size)
+    source = check_data(config)
+    _print_arguments(config, report_first)
+    optimizer: DeepOffloadOptimizer | None = None
+    try:
+        device = initialize(config, ranks, _report)
+        report_first(describe_device(device, ranks.world_size))
+        chunks = build_model(config, device)
+        _print_parameters(chunks)
+        optimizer = _build_optimizer(config, chunks, report_first)
+        connect(chunks, optimizer)
+        scheduler = build_scheduler(config, optimizer)
+        trainer = Trainer(config, ranks, device, chunks, optimizer, scheduler, checkpointing, _report)
+        try:
+            trainer.use(_build_data(config, source, tokenizer, chunks, report_first), source)
+            _print_notes([*config.notes, *source.notes], report_first)
+            _run(trainer, tokenizer, report_first)
+        finally:
+            trainer.close()
+    except BaseException:
+        # The other ranks may wait in a collective for this one, and lanes for events that never come.
+        _end_process_after(_SECONDS_TO_FAIL)
+        if optimizer is not None:
+            optimizer.close()
+        raise
+    optimizer.close()
+    shut_down()
+
+
+def _run(trainer: Trainer, tokenizer: Tokenizer, report_first: Callable[[str], None]) -> None:
+    if not trainer.config.lifecycle.skip_train and trainer.config.num_iterations:
+        report_first("training ...")
+        report_first(datetime_line("before the start of training step"))
+        trainer.train()
+    trainer.finish()
+    trainer.optimizer.synchronize()
+    _print_traffic(trainer.optimizer.traffic(), report_first)
+    if trainer.config.offload.log_state_digest:
+        digest = trainer.optimizer.state_digest(vocab_size=tokenizer.vocab_size)
+        report_first(f"state digest: {digest}")
+
+
+def _build_optimizer(
+    config: TrainingConfig, chunks: list[DistributedDataParallel], report_first: Callable[[str], None]
+) -> DeepOffloadOptimizer:
+    optimizer = build_optimizer(
+        chunks,
+        optimizer_config(config),
+        config.offload,
+        decoupled_lr=config.lr.decoupled_lr,
+        decoupled_min_lr=config.lr.decoupled_min_lr,
+        log=report_first,
+    )
+    for line in optimizer.describe():
+        report_first(line)
+    return optimizer
+
+
+def optimizer_config(config: TrainingConfig) -> OptimizerConfig:
+    """Return megatron-core's settings of the optimizer."""
+    optim, precision = config.optim, config.precision
+    return OptimizerConfig(
+        optimizer=optim.optimizer,
+        lr=config.lr.lr if config.lr.lr is not None else 0.0,
+        min_lr=config.lr.min_lr,
+        decoupled_lr=config.lr.decoupled_lr,
+        decoupled_min_lr=config.lr.decoupled_min_lr,
+        weight_decay=optim.weight_decay,
+        decoupled_weight_decay=optim.decoupled_weight_decay,
+        adam_beta1=optim.adam_beta1,
+        adam_beta2=optim.adam_beta2,
+        adam_eps=optim.adam_eps,
+        clip_grad=optim.clip_grad,
+        log_num_zeros_in_grad=config.logging.log_num_zeros_in_grad,
+        fp16=precision.fp16,
+        bf16=precision.bf16,
+        params_dtype=TORCH_DTYPES[precision.params_dtype],
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        use_distributed_optimizer=True,
+        overlap_param_gather=config.parallel.overlap_param_gather,
+    )
+
+
+def _build_data(
+    config: TrainingConfig,
+    source: DataSource,
+    tokenizer: Tokenizer,
+    chunks: list[DistributedDataParallel],
+    report_first: Callable[[str], None],
+) -> TrainingData:
+    report_first("> building train, validation, and test datasets ...")
+    print_datasets(source, report_first)
+    stages = []
+    for chunk in chunks:
+        place = {"ignore_virtual": False, "vp_stage": get_attr_wrapped_model(chunk, "vp_stage")}
+        stages.append((parallel_state.is_pipeline_first_stage(**place), parallel_state.is_pipeline_last_stage(**place)))
+    data = TrainingData(config, source, tokenizer, stages)
+    dist.barrier()
+    report_first("> finished creating GPT datasets ...")
+    report_first(datetime_line("after dataloaders are built"))
+    return data
+
+
+def _end_process_after(seconds: float) -> None:
+    """End the process with code 1 even if the way out hangs; torchrun then ends the other ranks."""
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    threading.Thread(target=end, name="end-of-failed-run", daemon=True).start()
+
+
+# -- what is printed at start and end -------------------------------------------------------------------------------
+
+
+def _report(line: str) -> None:
+    print(line, flush=True)
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+def _print_arguments(config: TrainingConfig, report: Callable[[str], None]) -> None:
+    """Print every setting by its flag's name, sorted, as Megatron does."""
+    values: dict[str, object] = {}
+    for field in fields(config):
+        section = getattr(config, field.name)
+        if is_dataclass(section):
+            values.update({inner.name: getattr(section, inner.name) for inner in fields(section)})
+        elif field.name != "notes":
+            values[field.name] = section
+    report("------------------------ arguments ------------------------")
+    for name in sorted(values):
+        report(f"  {name} {'.' * max(48 - len(name), 2)} {values[name]}")
+    report("-------------------- end of arguments ---------------------")
+
+
+def _print_notes(notes: Sequence[str], report: Callable[[str], None]) -> None:
+    if notes:
+        report("notes:")
+    for number, note in enumerate(notes, start=1):
+        report(f"  {number}. {note}")
+
+
+def _print_parameters(chunks: list[DistributedDataParallel]) -> None:
+    """Print how many parameters a model-parallel rank holds; one line from each, by its first data-parallel rank."""
+    if parallel_state.get_data_parallel_rank() == 0:
+        place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+        count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+        _report(f" > number of parameters on (tensor, pipeline) model parallel rank {place}: {count}")
+
+
+def _print_traffic(here: dict[str, int], report: Callable[[str], None]) -> None:
+    """Print what moved through each lane since the start, summed over all ranks."""
+    everywhere: list[dict[str, int] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, here)
+    totals: dict[str, int] = {}
+    for ranks_traffic in everywhere:
+        for name, amount in (ranks_traffic or {}).items():
+            totals[name] = totals.get(name, 0) + amount
+    for name, amount in totals.items():
+        lane, _, unit = name.rpartition("_")
+        text = f"{gibibytes(amount)} ({amount} bytes)" if unit == "bytes" else f"{amount} {unit}"
+        report(f"> moved by lane {lane}: {text}")

@@ -1,0 +1,62 @@
+"""Pretrain a GPT. `python pretrain_gpt.py --help` lists the settings; several ranks: `torchrun ... pretrain_gpt.py`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import megatron
+
+_EXIT_FAULT, _EXIT_USAGE = 1, 2
+
+
+def main() -> int:
+    """Run the command line; returns the exit code: 0 done, 1 a fault of the run, 2 settings that cannot work."""
+    try:
+        _check_namespace()
+        from megatron.training.arguments import parse_args
+        from megatron.training.launch import find_ranks
+
+        ranks = find_ranks(os.environ)
+        config = parse_args(sys.argv[1:], world_size=ranks.world_size)
+        # After the settings: torch takes seconds to import, a mistyped flag should not.
+        from megatron.training.training import pretrain
+
+        pretrain(config, ranks)
+    except Exception as error:  # noqa: BLE001 - the one place that turns exceptions into exit codes
+        if isinstance(error, ValueError) and _is_ours(error):
+            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+            return _EXIT_USAGE
+        traceback.print_exc()
+        return _EXIT_FAULT
+    return 0
+
+
+def _check_namespace() -> None:
+    """Refuse another package's `megatron.training` by name and place."""
+    ours = Path(__file__).resolve().parent / "megatron" / "training"
+    try:
+        from megatron.training.namespace import check_namespace
+    except ModuleNotFoundError:
+        foreign = [Path(folder) / "training" for folder in megatron.__path__]
+        found = next((str(folder) for folder in foreign if folder.is_dir()), "nowhere")
+        raise ValueError(
+            f"megatron.training is loaded from {found}, not from {ours}: put the repository first on PYTHONPATH, or "
+            "install megatron-core>=0.16.1,<0.17, which has no package of that name"
+        ) from None
+    check_namespace(megatron.__path__)
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether our own code raised it, which means that it is one sentence for the user."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    return name.startswith(("megatron.training", "deep_offload", "__main__"))
+
+
+if __name__ == "__main__":  # checkpoint writers import this file again in their own process
+    sys.exit(main())
