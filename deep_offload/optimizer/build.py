@@ -13,7 +13,7 @@ from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
-from deep_offload.plan.layout import MasterStorage, ShardLayout, auto_subgroup_numel, build_layout
+from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.runtime.limits import HostLimits, cpu_update_threads, ranks_on_this_node, read_host_limits
 from deep_offload.runtime.measure import profile_for_run
@@ -55,7 +55,7 @@ def build_engine(
     settings = EngineSettings(
         placement=choice.placement,
         num_slots=max(1, choice.num_slots),
-        split_master=choice.storage_gpu is MasterStorage.SPLIT,
+        split_master=choice.split_master,
         wire_dtype=torch.float32 if choice.wire == "fp32" or not grad_dtypes else next(iter(grad_dtypes)),
         num_threads=num_threads,
     )
