@@ -1,0 +1,134 @@
+"""A timeline as text lanes, and as a Chrome/Perfetto trace that reads back into the same timeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from deep_offload.plan.ops import NO_SUBGROUP, Lane, OpKind, parse_op
+from deep_offload.plan.timeline import Span, Timeline
+
+_FILL = {
+    OpKind.GRADS_READY: "<",
+    OpKind.PARAMS_NEEDED: ">",
+    OpKind.NORM_READY: "|",
+    OpKind.GRADS_REUSABLE: "|",
+    OpKind.GRAD_FLUSH: "-",
+    OpKind.PARAM_H2D: "-",
+    OpKind.PREFETCH: "=",
+    OpKind.FLUSH: "=",
+    OpKind.UPDATE_CPU: "#",
+    OpKind.UPDATE_GPU: "#",
+}
+LEGEND = (
+    "# update, = state (h2d prefetch, d2h flush), - gradients (d2h) and weights (h2d), < backward, > next forward, "
+    "numbers are subgroups, % is the busy share of the update"
+)
+
+
+def draw_lanes(timeline: Timeline, width: int = 100) -> str:
+    """Return one line of `width` characters per lane, a scale in milliseconds and a legend.
+
+    A span takes at least one character; its subgroup's number is written where it fits.
+    """
+    end = max((span.end for span in timeline.spans), default=0.0)
+    if end <= 0:
+        return "(an empty timeline)"
+    lines = []
+    for lane in Lane:
+        row = [" "] * width
+        for span in timeline.lane(lane):
+            _draw_span(row, span, end)
+        share = "" if lane is Lane.MAIN else f" {100 * timeline.busy_share(lane):3.0f} %"
+        lines.append(f"{lane.value:>4} |{''.join(row)}|{share}")
+    lines.append(" " * 5 + _scale(end, width))
+    lines.append(LEGEND)
+    return "\n".join(lines)
+
+
+def _draw_span(row: list[str], span: Span, end: float) -> None:
+    width = len(row)
+    first = min(width - 1, int(span.start / end * width))
+    last = max(first + 1, min(width, round(span.end / end * width)))
+    row[first:last] = _FILL[span.op.kind] * (last - first)
+    label = "" if span.op.subgroup == NO_SUBGROUP else str(span.op.subgroup)
+    if len(label) < last - first:
+        row[first : first + len(label)] = label
+
+
+def _scale(end: float, width: int) -> str:
+    """Ticks at 0, 1/4, 1/2, 3/4 and the end."""
+    row = [" "] * (width + 14)
+    for i in range(5):
+        position = i * width // 4
+        text = f"'{1e3 * end * i / 4:.4g}" + (" ms" if i == 4 else "")
+        row[position : position + len(text)] = text
+    return "".join(row).rstrip()
+
+
+def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Return trace events for chrome://tracing and ui.perfetto.dev: one process per timeline, one thread per lane.
+
+    An event's args hold the operation's text, subgroup, slot and bytes. Counter tracks show GB/s of the link.
+    """
+    events: list[dict[str, Any]] = []
+    for pid, (name, timeline) in enumerate(timelines.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})
+        for tid, lane in enumerate(Lane):
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.value}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+        events += [_event(span, pid) for span in timeline.spans]
+        for lane in (Lane.H2D, Lane.D2H):
+            events += _link_counter(timeline, lane, pid)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _event(span: Span, pid: int) -> dict[str, Any]:
+    op = span.op
+    args: dict[str, Any] = {"op": str(op), "seconds": [span.start, span.end], "bytes": span.num_bytes}
+    if op.subgroup != NO_SUBGROUP:
+        args["subgroup"] = op.subgroup
+    if op.slot is not None:
+        args["slot"] = op.slot
+    return {
+        "ph": "X",
+        "name": op.label,
+        "cat": op.kind.value,
+        "pid": pid,
+        "tid": list(Lane).index(op.lane),
+        "ts": span.start * 1e6,
+        "dur": span.seconds * 1e6,
+        "args": args,
+    }
+
+
+def _link_counter(timeline: Timeline, lane: Lane, pid: int) -> list[dict[str, Any]]:
+    """GB/s of each copy from its start to its end; lanes are first-in first-out, so copies do not overlap."""
+    events = []
+    for span in timeline.lane(lane):
+        rate = span.num_bytes / span.seconds / 1e9 if span.seconds > 0 else 0.0
+        for at, value in ((span.start, rate), (span.end, 0.0)):
+            name = f"{lane.value} GB/s"
+            events.append({"ph": "C", "name": name, "pid": pid, "ts": at * 1e6, "args": {"GB/s": round(value, 3)}})
+    return events
+
+
+def read_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
+    """The inverse of `chrome_trace`. Raises ValueError, one sentence, when the events are not ours."""
+    try:
+        events: Sequence[Mapping[str, Any]] = trace["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+        spans: dict[int, list[Span]] = {pid: [] for pid in names}
+        for event in events:
+            if event["ph"] == "X":
+                start, end = event["args"]["seconds"]
+                spans[event["pid"]].append(Span(parse_op(event["args"]["op"]), start, end, event["args"]["bytes"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"this trace was not written by deep_offload ({error!r} is missing or wrong)") from error
+    return {names[pid]: Timeline(tuple(found)) for pid, found in spans.items()}
+
+
+def trace_to_json(timelines: Mapping[str, Timeline]) -> str:
+    """The text of a trace file."""
+    return json.dumps(chrome_trace(timelines), separators=(",", ":")) + "\n"
