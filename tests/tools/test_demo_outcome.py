@@ -1,0 +1,85 @@
+"""The demo's judgment of a run: it passes a good one and names each thing that a bad one did not do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from examples.demo.outcome import check_outcome, read_outcome, summary_lines
+
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+GOOD_LOG = f"""
+ validation loss at iteration 0 | lm loss value: 9.050000E+00 | lm loss PPL: 8.5E+03 |
+ [2026-01-01 10:00:00.000000] iteration       50/     100 | consumed samples: 400 | lm loss: 7.000000E+00 | x: 1 |
+ validation loss at iteration 50 | lm loss value: 7.100000E+00 | lm loss PPL: 1.2E+03 |
+ validation loss at iteration 100 | lm loss value: 6.900000E+00 | lm loss PPL: 9.9E+02 |
+> traffic h2d_bytes: 1.00 GiB (1073741824 bytes)
+> traffic d2h_bytes: 1.00 GiB (1073741824 bytes)
+> traffic cpu_params: 5.00 MiB (5242880 bytes)
+> traffic gpu_params: 5.00 MiB (5242880 bytes)
+> traffic upcast_bytes: 0.00 MiB (0 bytes)
+state digest: {DIGEST}
+"""
+
+
+def event(name, lane):
+    return {"ph": "X", "name": name, "pid": 0, "tid": lane, "ts": 0, "dur": 5}
+
+
+GOOD_EVENTS = [
+    {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "cpu"}},
+    {"ph": "M", "name": "thread_name", "pid": 0, "tid": 2, "args": {"name": "gpu"}},
+    event("update_cpu[0]", 1),
+    event("update_gpu[1]", 2),
+    event("update_gpu[3]", 2),
+]
+
+
+def outcome_of(tmp_path, log=GOOD_LOG, events=GOOD_EVENTS):
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": events}))
+    return read_outcome(log, trace)
+
+
+def test_good_run_passes(tmp_path):
+    """A run that did everything has no problems, and its summary holds loss, subgroups and digest."""
+    outcome = outcome_of(tmp_path)
+    assert check_outcome(outcome) == []
+    assert outcome.num_subgroups == 3
+    assert outcome.loss_fall == pytest.approx(2.15)
+    text = "\n".join(summary_lines(outcome, 12.0))
+    assert DIGEST in text and "9.050 -> 6.900" in text and "1.07 GB moved" in text
+
+
+@pytest.mark.parametrize(
+    "old, new, problem",
+    [
+        ("value: 6.900000E+00", "value: 7.060000E+00", "fell by 1.99 nats"),
+        ("value: 6.900000E+00", "value: nan", "fell by nan nats"),
+        ("at iteration 0 ", "at iteration 1 ", "before the first step"),
+        ("h2d_bytes: 1.00 GiB (1073741824 bytes)", "h2d_bytes: 0.00 MiB (0 bytes)", "lane h2d"),
+        ("> traffic d2h_bytes", "> other d2h_bytes", "lane d2h"),
+        ("gpu_params: 5.00 MiB (5242880 bytes)", "gpu_params: 0.00 MiB (0 bytes)", "lane gpu"),
+        ("state digest: ", "state: ", "no state digest"),
+    ],
+)
+def test_each_fault_of_the_log_is_named(tmp_path, old, new, problem):
+    """Each promise that the output does not keep is one problem with its name."""
+    assert old in GOOD_LOG
+    (found,) = check_outcome(outcome_of(tmp_path, log=GOOD_LOG.replace(old, new)))
+    assert problem in found
+
+
+@pytest.mark.parametrize("kind, side", [("update_cpu", "CPU"), ("update_gpu", "GPU")])
+def test_idle_side_is_named(tmp_path, kind, side):
+    """A step in which one side updated nothing is a problem."""
+    events = [e for e in GOOD_EVENTS if not e["name"].startswith(kind)]
+    (found,) = check_outcome(outcome_of(tmp_path, events=events))
+    assert f"the {side} side updated no subgroup" in found
+
+
+def test_missing_trace_is_an_error(tmp_path):
+    """Without a trace file there is one sentence that names the file."""
+    with pytest.raises(ValueError, match="wrote no trace to .*none.json"):
+        read_outcome(GOOD_LOG, tmp_path / "none.json")
