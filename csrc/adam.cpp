@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "cpu_features.h"
 #include "isa/isa.h"
 
 #if defined(__x86_64__)
@@ -83,13 +84,18 @@ AdamScalars scalars_of(const float* row, float grad_scale) {
 }  // namespace
 
 std::vector<const Isa*> supported_isas() {
-  std::vector<const Isa*> supported;
+  std::vector<const Isa*> candidates = {&kPortable, &kScalar};
 #if defined(__x86_64__)
-  if (kAvx512.is_supported()) supported.push_back(&kAvx512);
-  if (kAvx2.is_supported()) supported.push_back(&kAvx2);
+  if (cpu_assists_subnormals()) {
+    candidates.insert(candidates.begin(), {&kAvx512Wide, &kAvx512, &kAvx2Wide, &kAvx2});
+  } else {
+    candidates.insert(candidates.begin(), {&kAvx512, &kAvx512Wide, &kAvx2, &kAvx2Wide});
+  }
 #endif
-  supported.push_back(&kPortable);
-  supported.push_back(&kScalar);
+  std::vector<const Isa*> supported;
+  for (const Isa* isa : candidates) {
+    if (isa->is_supported()) supported.push_back(isa);
+  }
   return supported;
 }
 

@@ -6,11 +6,12 @@
 //   V::set1(float), mul, add, sub, div, sqrt       one IEEE rounding each, on Vec and on Wide
 //   load(const T*), load_n(const T*, n)            n < kLanes elements, the other lanes 0
 //   store(T*, Vec), store_n(T*, Vec, n), stream(T*, Vec), stream_fence()
-//   needs_care(p, m, v, g, Care) -> bool           must this vector go through Wide? Never changes a bit.
+//   needs_care(p, m, v, g, Care) -> bool           should this vector go through Wide? Never changes a bit.
 //
 // No standard library templates in here: an AVX-512 copy of one could be kept for the whole program.
 
-template <bool kDecoupled>
+// kTakesCare: vectors with tiny elements go through Wide.
+template <bool kDecoupled, bool kTakesCare>
 struct Adam {
   const AdamScalars& s;
   const Care care;
@@ -26,7 +27,7 @@ struct Adam {
   }
 
   inline void operator()(Vec& p, Vec& m, Vec& v, Vec g) const {
-    if (__builtin_expect(needs_care(p, m, v, g, care), 0)) {
+    if (kTakesCare && __builtin_expect(needs_care(p, m, v, g, care), 0)) {
       Wide wp = widen(p), wm = widen(m), wv = widen(v);
       update<Wide>(wp, wm, wv, widen(g), s);
       p = narrow(wp), m = narrow(wm), v = narrow(wv);
@@ -158,12 +159,13 @@ void update_by_grad(const AdamArrays& a, int64_t begin, int64_t end, const Rule&
   }
 }
 
+template <bool kTakesCare>
 void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamScalars& s, bool decoupled) {
   const Care care(s);
   if (decoupled) {
-    update_by_grad(a, begin, end, Adam<true>{s, care});
+    update_by_grad(a, begin, end, Adam<true, kTakesCare>{s, care});
   } else {
-    update_by_grad(a, begin, end, Adam<false>{s, care});
+    update_by_grad(a, begin, end, Adam<false, kTakesCare>{s, care});
   }
 }
 

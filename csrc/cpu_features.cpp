@@ -47,10 +47,16 @@ bool cpu_has_avx512() {
          bit(ebx, 31);
 }
 
+bool cpu_assists_subnormals() {
+  const Registers vendor = cpuid(0);  // "Genu" "ineI" "ntel"
+  return vendor.ebx == 0x756e6547 && vendor.edx == 0x49656e69 && vendor.ecx == 0x6c65746e;
+}
+
 #else
 
 bool cpu_has_avx2() { return false; }
 bool cpu_has_avx512() { return false; }
+bool cpu_assists_subnormals() { return false; }
 
 #endif
 

@@ -38,16 +38,13 @@ inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.x)}; }
 
 // --- Wide: each lane as a double that is an fp32 value. No instruction here meets a subnormal operand or result. ---
 
+// The fp32 value nearest to `value`, ties to even. Adding and taking away 1.5 times the power of two whose ULP in double
+// is fp32's ULP at `value` rounds there; below 2^-126 that ULP stays 2^-149. The sign of a zero is put back.
 inline __m256d round_half(__m256d value) {
-  const __m256d sign_bit = _mm256_set1_pd(-0.0);
-  const __m256d magnitude = _mm256_andnot_pd(sign_bit, value);
-  const __m256d tiny = _mm256_cmp_pd(magnitude, _mm256_set1_pd(0x1p-126), _CMP_LT_OQ);
-  // fp32's subnormals are the multiples of 2^-149: the ULP of 2^-97 in double.
-  const __m256d grid = _mm256_set1_pd(0x1p-97);
-  const __m256d below = _mm256_sub_pd(_mm256_add_pd(_mm256_and_pd(tiny, magnitude), grid), grid);
-  // Tiny lanes keep their sign only, so that the conversion sees a zero there.
-  const __m256d kept = _mm256_andnot_pd(_mm256_andnot_pd(sign_bit, tiny), value);
-  return _mm256_or_pd(_mm256_cvtps_pd(_mm256_cvtpd_ps(kept)), below);
+  const __m256d power = _mm256_and_pd(value, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7ff0000000000000)));
+  const __m256d shift = _mm256_max_pd(_mm256_mul_pd(power, _mm256_set1_pd(0x1.8p29)), _mm256_set1_pd(0x1.8p-97));
+  const __m256d rounded = _mm256_sub_pd(_mm256_add_pd(value, shift), shift);
+  return _mm256_or_pd(rounded, _mm256_and_pd(value, _mm256_set1_pd(-0.0)));
 }
 
 inline __m256d widen_half(__m128i bits) {
@@ -91,19 +88,27 @@ inline Vec narrow(Wide a) {
   return {_mm256_castsi256_ps(_mm256_set_m128i(narrow_half(a.high), narrow_half(a.low)))};
 }
 
+inline __m256i magnitude(Vec a) { return _mm256_and_si256(_mm256_castps_si256(a.x), _mm256_set1_epi32(0x7fffffff)); }
+
 // All ones where 0 < magnitude < limit, as integers: zero wraps to the largest.
 inline __m256i tiny_lanes(Vec a, uint32_t limit) {
-  const __m256i magnitude = _mm256_and_si256(_mm256_castps_si256(a.x), _mm256_set1_epi32(0x7fffffff));
-  const __m256i less_one = _mm256_sub_epi32(magnitude, _mm256_set1_epi32(1));
+  const __m256i less_one = _mm256_sub_epi32(magnitude(a), _mm256_set1_epi32(1));
   const __m256i most = _mm256_set1_epi32(static_cast<int>(limit - 2));
   return _mm256_cmpeq_epi32(_mm256_min_epu32(less_one, most), less_one);
 }
+inline __m256i huge_lanes(Vec a, uint32_t limit) {
+  return _mm256_cmpgt_epi32(magnitude(a), _mm256_set1_epi32(static_cast<int>(limit - 1)));
+}
 
 inline bool needs_care(Vec p, Vec m, Vec v, Vec g, const Care& care) {
-  const __m256i any = _mm256_or_si256(
-      _mm256_or_si256(tiny_lanes(p, care.master), tiny_lanes(m, care.exp_avg)),
-      _mm256_or_si256(tiny_lanes(v, care.exp_avg_sq), tiny_lanes(g, care.grad)));
-  return !_mm256_testz_si256(any, any);
+  const __m256i tiny = _mm256_or_si256(
+      _mm256_or_si256(tiny_lanes(p, care.tiny_state), tiny_lanes(m, care.tiny_exp_avg)),
+      _mm256_or_si256(tiny_lanes(v, care.tiny_state), tiny_lanes(g, care.tiny_grad)));
+  if (__builtin_expect(_mm256_testz_si256(tiny, tiny), 1) || !care.is_wide_possible) return false;
+  const __m256i huge = _mm256_or_si256(
+      _mm256_or_si256(huge_lanes(p, care.wide_state), huge_lanes(m, care.wide_state)),
+      _mm256_or_si256(huge_lanes(v, care.wide_exp_avg_sq), huge_lanes(g, care.wide_grad)));
+  return _mm256_testz_si256(huge, huge);
 }
 
 // --- Memory. Partial vectors of 16 bits go through the stack: AVX2 has no masked access to them. ---
@@ -172,7 +177,8 @@ inline void stream_fence() { _mm_sfence(); }
 #pragma GCC pop_options
 #endif
 
-const Isa kAvx2 = {"avx2", cpu_has_avx2, avx2::adam, avx2::hold, avx2::pattern};
+const Isa kAvx2 = {"avx2", cpu_has_avx2, avx2::adam<false>, avx2::hold, avx2::pattern};
+const Isa kAvx2Wide = {"avx2_wide", cpu_has_avx2, avx2::adam<true>, avx2::hold, avx2::pattern};
 
 }  // namespace deep_offload
 

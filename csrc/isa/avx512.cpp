@@ -44,18 +44,13 @@ inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.x)}; }
 
 // --- Wide: each lane as a double that is an fp32 value. No instruction here meets a subnormal operand or result. ---
 
-// Lanes of magnitude below 2^-126 keep their sign only, so that a conversion sees a zero there.
-inline __m512d without_tiny(__m512d value, __mmask8 tiny) {
-  return _mm512_mask_and_pd(value, tiny, value, _mm512_set1_pd(-0.0));
-}
-
+// The fp32 value nearest to `value`, ties to even. Adding and taking away 1.5 times the power of two whose ULP in double
+// is fp32's ULP at `value` rounds there; below 2^-126 that ULP stays 2^-149. The sign of a zero is put back.
 inline __m512d round_half(__m512d value) {
-  const __m512d magnitude = _mm512_abs_pd(value);
-  const __mmask8 tiny = _mm512_cmp_pd_mask(magnitude, _mm512_set1_pd(0x1p-126), _CMP_LT_OQ);
-  // fp32's subnormals are the multiples of 2^-149: the ULP of 2^-97 in double.
-  const __m512d grid = _mm512_set1_pd(0x1p-97);
-  const __m512d below = _mm512_sub_pd(_mm512_mask_add_pd(grid, tiny, magnitude, grid), grid);
-  return _mm512_or_pd(_mm512_cvtps_pd(_mm512_cvtpd_ps(without_tiny(value, tiny))), below);
+  const __m512d power = _mm512_and_pd(value, _mm512_castsi512_pd(_mm512_set1_epi64(0x7ff0000000000000)));
+  const __m512d shift = _mm512_max_pd(_mm512_mul_pd(power, _mm512_set1_pd(0x1.8p29)), _mm512_set1_pd(0x1.8p-97));
+  const __m512d rounded = _mm512_sub_pd(_mm512_add_pd(value, shift), shift);
+  return _mm512_or_pd(rounded, _mm512_and_pd(value, _mm512_set1_pd(-0.0)));
 }
 
 inline __m512d widen_half(__m256i bits) {
@@ -70,7 +65,8 @@ inline __m256i narrow_half(__m512d value) {
   const __m512d magnitude = _mm512_abs_pd(value);
   const __mmask8 tiny = _mm512_cmp_pd_mask(magnitude, _mm512_set1_pd(0x1p-126), _CMP_LT_OQ);
   const __m512d scaled = _mm512_maskz_mul_pd(tiny, magnitude, _mm512_set1_pd(0x1p149));
-  const __m256 kept = _mm512_cvtpd_ps(without_tiny(value, tiny));
+  // Tiny lanes keep their sign only, so that the conversion sees a zero there.
+  const __m256 kept = _mm512_cvtpd_ps(_mm512_mask_and_pd(value, tiny, value, _mm512_set1_pd(-0.0)));
   return _mm256_or_si256(_mm256_castps_si256(kept), _mm512_cvtpd_epi32(scaled));
 }
 
@@ -98,16 +94,24 @@ inline Vec narrow(Wide a) {
   return {_mm512_castsi512_ps(_mm512_inserti64x4(low, narrow_half(a.high), 1))};
 }
 
+inline __m512i magnitude(Vec a) { return _mm512_and_si512(_mm512_castps_si512(a.x), _mm512_set1_epi32(0x7fffffff)); }
+
 // Set where 0 < magnitude < limit, as integers: zero wraps to the largest.
 inline __mmask16 tiny_lanes(Vec a, uint32_t limit) {
-  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(a.x), _mm512_set1_epi32(0x7fffffff));
-  const __m512i less_one = _mm512_sub_epi32(magnitude, _mm512_set1_epi32(1));
+  const __m512i less_one = _mm512_sub_epi32(magnitude(a), _mm512_set1_epi32(1));
   return _mm512_cmplt_epu32_mask(less_one, _mm512_set1_epi32(static_cast<int>(limit - 1)));
+}
+inline __mmask16 huge_lanes(Vec a, uint32_t limit) {
+  return _mm512_cmpge_epu32_mask(magnitude(a), _mm512_set1_epi32(static_cast<int>(limit)));
 }
 
 inline bool needs_care(Vec p, Vec m, Vec v, Vec g, const Care& care) {
-  return (tiny_lanes(p, care.master) | tiny_lanes(m, care.exp_avg) | tiny_lanes(v, care.exp_avg_sq) |
-          tiny_lanes(g, care.grad)) != 0;
+  const int tiny = tiny_lanes(p, care.tiny_state) | tiny_lanes(m, care.tiny_exp_avg) |
+                   tiny_lanes(v, care.tiny_state) | tiny_lanes(g, care.tiny_grad);
+  if (__builtin_expect(tiny == 0, 1) || !care.is_wide_possible) return false;
+  const int huge = huge_lanes(p, care.wide_state) | huge_lanes(m, care.wide_state) |
+                   huge_lanes(v, care.wide_exp_avg_sq) | huge_lanes(g, care.wide_grad);
+  return huge == 0;
 }
 
 // --- Memory ---
@@ -164,7 +168,8 @@ inline void stream_fence() { _mm_sfence(); }
 #pragma GCC pop_options
 #endif
 
-const Isa kAvx512 = {"avx512", cpu_has_avx512, avx512::adam, avx512::hold, avx512::pattern};
+const Isa kAvx512 = {"avx512", cpu_has_avx512, avx512::adam<false>, avx512::hold, avx512::pattern};
+const Isa kAvx512Wide = {"avx512_wide", cpu_has_avx512, avx512::adam<true>, avx512::hold, avx512::pattern};
 
 }  // namespace deep_offload
 

@@ -85,6 +85,6 @@ bool is_supported() { return true; }
 }  // namespace
 }  // namespace portable
 
-const Isa kPortable = {"portable", portable::is_supported, portable::adam, portable::hold, portable::pattern};
+const Isa kPortable = {"portable", portable::is_supported, portable::adam<false>, portable::hold, portable::pattern};
 
 }  // namespace deep_offload

@@ -73,6 +73,6 @@ bool is_supported() { return true; }
 }  // namespace
 }  // namespace scalar
 
-const Isa kScalar = {"scalar", scalar::is_supported, scalar::adam, scalar::hold, scalar::pattern};
+const Isa kScalar = {"scalar", scalar::is_supported, scalar::adam<false>, scalar::hold, scalar::pattern};
 
 }  // namespace deep_offload
