@@ -43,13 +43,13 @@ def step_phases(schedule: str, seq_length: int) -> tuple[Phase, ...]:
         f"--step-batch-size-schedule is {schedule!r}, expected TOKENS:BATCH pairs that begin at 0 and grow, "
         'such as "0:16 2.4B:32"'
     )
-    phases = []
+    starts, phases = [], []
     for entry in schedule.strip("'\" ").replace(",", " ").split():
         tokens, colon, batch = entry.partition(":")
         if not colon:
             raise ValueError(message)
-        phases.append((_number(tokens, message) // seq_length, _number(batch, message)))
-    starts = [start for start, _ in phases]
+        starts.append(_number(tokens, message))
+        phases.append((starts[-1] // seq_length, _number(batch, message)))
     if not phases or starts[0] != 0 or starts != sorted(set(starts)) or min(batch for _, batch in phases) < 1:
         raise ValueError(message)
     return tuple(phases)

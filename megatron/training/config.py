@@ -179,6 +179,18 @@ class TrainingConfig:
                 getattr(self.lr, name) == default,
                 f"{flag} does not go with {given}: use {instead}",
             )
+        lengths = self.lr_samples
+        if self.lr.lr is not None and lengths.decay > 0:
+            require(
+                lengths.warmup < lengths.decay,
+                f"the learning rate warms up for {lengths.warmup:g} samples, but the decay ends after {lengths.decay}: "
+                "shorten the warm-up or lengthen --lr-decay-iters (or -samples)",
+            )
+            require(
+                (lengths.wsd_decay or 0) <= lengths.decay,
+                f"the last phase of WSD is {lengths.wsd_decay} samples, but the whole decay is {lengths.decay}: "
+                "shorten --lr-wsd-decay-iters (or -samples)",
+            )
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:

@@ -169,7 +169,14 @@ class ModelConfig:
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
             require(0.0 <= value <= 1.0, f"{flag} is {value}, allowed are numbers from 0 to 1")
-        for name in ("ffn_hidden_size", "kv_channels", "make_vocab_size_divisible_by", "norm_epsilon"):
+        names = (
+            "ffn_hidden_size",
+            "kv_channels",
+            "make_vocab_size_divisible_by",
+            "norm_epsilon",
+            "rope_scaling_factor",
+        )
+        for name in names:
             require_positive("--" + name.replace("_", "-"), getattr(self, name))
 
     def padded_vocab_size(self, vocab_size: int, tensor_model_parallel_size: int) -> int:
@@ -229,6 +236,10 @@ class PrecisionConfig:
             self.loss_scale is None or self.fp16 or self.loss_scale == 1.0,
             f"--loss-scale {self.loss_scale} is for --fp16 only: add --fp16 or drop it",
         )
+        for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            require_positive("--" + name.replace("_", "-"), getattr(self, name))
+        if self.loss_scale is not None:
+            require_positive("--loss-scale", self.loss_scale)
         if self.bf16 and not self.grad_reduce_in_bf16:
             fill(self, "accumulate_allreduce_grads_in_fp32", True)
 

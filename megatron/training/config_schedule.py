@@ -163,6 +163,9 @@ class BatchConfig:
         require_positive("--micro-batch-size", self.micro_batch_size)
         if self.global_batch_size is not None:
             require_positive("--global-batch-size", self.global_batch_size)
+        for name in ("train_iters", "train_samples"):
+            if getattr(self, name) is not None:
+                require_positive("--" + name.replace("_", "-"), getattr(self, name))
         require(
             self.train_iters is None or self.train_samples is None,
             "--train-iters and --train-samples both end the run: give only one of them",

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import math
 import sys
 import types
 import typing
@@ -56,7 +57,7 @@ class Flag:
     """One flag that sets one field.
 
     names: all spellings, the first is the one shown. num_values: how many words follow, "*" any, "+" at least one.
-    parse: turns those words into the field's value, ValueError (one sentence, without the flag's name) otherwise.
+    parse: turns those words into the field's value; its ValueError says what is allowed.
     """
 
     names: tuple[str, ...]
@@ -74,7 +75,7 @@ class Flag:
         try:
             return self.parse(words)
         except ValueError as error:
-            raise ValueError(f"{spelling} is {' '.join(words)!r}, allowed are {error}") from None
+            raise ValueError(f"{spelling} is {' '.join(words)!r}, allowed {error}") from None
 
 
 def check_count(spelling: str, num_values: int | str, words: list[str]) -> None:
@@ -82,7 +83,8 @@ def check_count(spelling: str, num_values: int | str, words: list[str]) -> None:
     if num_values == "*" or (num_values == "+" and words) or num_values == len(words):
         return
     wanted = {0: "no value", 1: "one value", "+": "at least one value"}.get(num_values, f"{num_values} values")
-    got = f"{len(words)} were given: {' '.join(words)}" if words else "none was given"
+    verb = "was" if len(words) == 1 else "were"
+    got = f"{len(words)} {verb} given: {' '.join(words)}" if words else "none was given"
     raise ValueError(f"{spelling} takes {wanted}, but {got}")
 
 
@@ -186,8 +188,10 @@ def _scalar(options: list[object]) -> Callable[[str], object]:
                 return {int: _whole, float: _number, str: str}[kind](text)
             except ValueError:
                 continue
-        names = [str(word) for word in words] + [{int: "whole numbers", float: "numbers"}[kind] for kind in kinds]
-        raise ValueError(", ".join(names) + _hint(text, kinds))
+        kind_names = {int: "whole numbers from 0", float: "numbers"}
+        names = [str(word) for word in words] + [kind_names[kind] for kind in kinds]
+        plural = len(names) > 1 or kinds
+        raise ValueError(("are " if plural else "is ") + ", ".join(names) + _hint(text, kinds))
 
     return parse
 
@@ -198,18 +202,18 @@ def _hint(text: str, kinds: list[object]) -> str:
         value = float(text)
     except ValueError:
         return ""
-    return f": write {int(value)}" if kinds == [int] and value.is_integer() else ""
+    return f": write {int(value)}" if kinds == [int] and value.is_integer() and value >= 0 else ""
 
 
 def _whole(text: str) -> int:
-    if "_" in text:
+    if not text.isascii() or not text.isdigit():
         raise ValueError
     return int(text)
 
 
 def _number(text: str) -> float:
     value = float(text)
-    if value != value or "_" in text:
+    if not math.isfinite(value) or "_" in text:
         raise ValueError
     return value
 
@@ -218,5 +222,5 @@ def _pair(text: str) -> tuple[int, int]:
     try:
         left, right = (int(part) for part in text.strip("()").split(","))
     except ValueError:
-        raise ValueError("two whole numbers such as 4095,0") from None
+        raise ValueError("are two whole numbers such as 4095,0") from None
     return left, right

@@ -9,6 +9,7 @@ from megatron.training.flags_accepted import MAPPED, NO_EFFECT, ONLY
 
 _WIDTH = 118
 _INDENT = " " * 8
+_LONGEST_SHAPE = 60
 OURS = ("dry_run", "use_cpu", "keep_last", "eval_at_start", "decoupled_weight_decay")
 """Fields outside of the offload section that Megatron does not have; shown with ours."""
 
@@ -49,13 +50,18 @@ def _entry(head: str, text: str) -> list[str]:
 
 
 def _head(flag: Flag) -> str:
-    return ", ".join(flag.names) + (f" {flag.shape}" if flag.shape else "")
+    return ", ".join(flag.names) + (f" {_short(flag.shape)}" if flag.shape else "")
+
+
+def _short(shape: str) -> str:
+    return shape if len(shape) <= _LONGEST_SHAPE else "NAME"
 
 
 def _describe(flag: Flag) -> str:
     if flag.num_values == 0:
         return f"Turns off: {flag.help}" if flag.default is True else flag.help
+    text = flag.help if len(flag.shape) <= _LONGEST_SHAPE else f"{flag.help} One of {flag.shape.replace('|', ', ')}."
     if flag.default is None or flag.default == () or flag.default == "":
-        return flag.help
+        return text
     default = " ".join(map(str, flag.default)) if isinstance(flag.default, tuple) else flag.default
-    return f"{flag.help} (default: {default})"
+    return f"{text} (default: {default})"

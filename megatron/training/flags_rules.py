@@ -57,6 +57,14 @@ def _position_flags(draft: Draft) -> None:
         )
 
 
+def _attention_flags(draft: Draft) -> None:
+    if "num_query_groups" in draft.values and not draft.get("group_query_attention"):
+        draft.notes.append(
+            f"--num-query-groups {draft.values.pop('num_query_groups')}: accepted, no effect because "
+            "--group-query-attention is not given, as in Megatron"
+        )
+
+
 def _recompute_flags(draft: Draft) -> None:
     if "--recompute-activations" in draft.mapped:
         granularity = draft.get("recompute_granularity")
@@ -123,11 +131,6 @@ def _transformer_engine_flags(draft: Draft) -> None:
                 "apply_query_key_layer_scaling",
                 "--apply-query-key-layer-scaling",
                 "the local attention keeps scores in fp32, where the scale cancels out",
-            ),
-            (
-                "attention_softmax_in_fp32",
-                "--attention-softmax-in-fp32",
-                "the local attention's softmax is always computed in fp32",
             ),
         ):
             if draft.get(name):
@@ -226,6 +229,7 @@ def _require_given(draft: Draft, names: Iterable[str], what: str) -> None:
 
 _RULES: tuple[Callable[[Draft], None], ...] = (
     _position_flags,
+    _attention_flags,
     _recompute_flags,
     _tokenizer_flags,
     _precision_flags,
