@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.draw_timeline import read_trace
+from tools.draw_timeline import read_timeline
 from tools.plot_loss import read_losses
 
 MIN_LOSS_FALL = 2.0
@@ -23,17 +23,17 @@ class Outcome:
 
     validation: (iteration, loss in nats). traffic: what the run counted since its start, by name: bytes over the link
     in each direction, parameters updated by each side. digest: of weights and optimizer state, None where none was
-    printed. updates: operations of each kind in the traced step.
+    printed. operations: of each kind in the traced step.
     """
 
     validation: tuple[tuple[int, float], ...]
     traffic: dict[str, int]
     digest: str | None
-    updates: dict[str, int]
+    operations: dict[str, int]
 
     @property
     def num_subgroups(self) -> int:
-        return self.updates.get("update_cpu", 0) + self.updates.get("update_gpu", 0)
+        return self.operations.get("update_cpu", 0) + self.operations.get("update_gpu", 0)
 
     @property
     def loss_fall(self) -> float:
@@ -49,15 +49,15 @@ def read_outcome(log: str, trace: Path) -> Outcome:
     """Return the outcome from the run's output and its trace file. Raises ValueError where the trace is no trace."""
     if not trace.exists():
         raise ValueError(f"the run wrote no trace to {trace}, so there is no step to draw")
-    updates: dict[str, int] = {}
-    for bar in read_trace(trace.read_text(encoding="utf-8")):
-        updates[bar.kind] = updates.get(bar.kind, 0) + 1
+    operations: dict[str, int] = {}
+    for span in read_timeline(trace).spans:
+        operations[span.op.kind.value] = operations.get(span.op.kind.value, 0) + 1
     digests = DIGEST.findall(log)
     return Outcome(
         validation=read_losses(log).validation,
         traffic={name: int(amount) for name, amount in TRAFFIC.findall(log)},
         digest=digests[-1] if digests else None,
-        updates=updates,
+        operations=operations,
     )
 
 
@@ -74,7 +74,7 @@ def check_outcome(outcome: Outcome) -> list[str]:
         if outcome.amount(lane) <= 0:
             problems.append(f"nothing went through lane {lane}")
     for kind, side in (("update_cpu", "CPU"), ("update_gpu", "GPU")):
-        if not outcome.updates.get(kind):
+        if not outcome.operations.get(kind):
             problems.append(f"the {side} side updated no subgroup in the traced step")
     if outcome.digest is None:
         problems.append("no state digest was printed")
@@ -106,4 +106,4 @@ def outcome_count(outcome: Outcome, lane: str) -> str:
         "cpu": (("update_cpu", "subgroups a step"),),
         "gpu": (("update_gpu", "subgroups a step"),),
     }[lane]
-    return ", ".join(f"{outcome.updates.get(kind, 0)} {what}" for kind, what in kinds)
+    return ", ".join(f"{outcome.operations.get(kind, 0)} {what}" for kind, what in kinds)

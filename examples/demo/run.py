@@ -138,13 +138,13 @@ def run_and_keep(command: list[str], log: Path) -> None:
 
 def draw(outcome: Outcome, log: Path, output: Path) -> None:
     """Write loss.png and timeline.png."""
-    from tools.draw_timeline import draw_bars, read_trace
+    from tools.draw_timeline import draw_timeline, read_timeline
     from tools.plot_loss import draw_losses, read_losses
 
     losses = read_losses(log.read_text(encoding="utf-8"))
     draw_losses({"demo": losses}, output / "loss.png", "GPT of 10 M parameters, optimizer state offloaded")
-    bars = read_trace((output / "timeline.json").read_text(encoding="utf-8"))
-    draw_bars(bars, output / "timeline.png", f"One optimizer step of {outcome.num_subgroups} subgroups")
+    timeline = read_timeline(output / "timeline.json")
+    draw_timeline(timeline, output / "timeline.png", f"One optimizer step of {outcome.num_subgroups} subgroups")
 
 
 def say(text: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
+from deep_offload.plan.draw import trace_to_json
+from deep_offload.plan.ops import parse_op
+from deep_offload.plan.timeline import Span, Timeline
 from examples.demo.outcome import check_outcome, read_outcome, summary_lines
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
@@ -23,22 +24,13 @@ state digest: {DIGEST}
 """
 
 
-def event(name, lane):
-    return {"ph": "X", "name": name, "pid": 0, "tid": lane, "ts": 0, "dur": 5}
+GOOD_OPS = ("update_cpu[0] @cpu", "update_gpu[1] @gpu", "update_gpu[3] @gpu")
 
 
-GOOD_EVENTS = [
-    {"ph": "M", "name": "thread_name", "pid": 0, "tid": 1, "args": {"name": "cpu"}},
-    {"ph": "M", "name": "thread_name", "pid": 0, "tid": 2, "args": {"name": "gpu"}},
-    event("update_cpu[0]", 1),
-    event("update_gpu[1]", 2),
-    event("update_gpu[3]", 2),
-]
-
-
-def outcome_of(tmp_path, log=GOOD_LOG, events=GOOD_EVENTS):
+def outcome_of(tmp_path, log=GOOD_LOG, ops=GOOD_OPS):
     trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps({"traceEvents": events}))
+    spans = tuple(Span(parse_op(op), float(i), float(i + 1)) for i, op in enumerate(ops))
+    trace.write_text(trace_to_json({"measured": Timeline(spans)}))
     return read_outcome(log, trace)
 
 
@@ -74,8 +66,8 @@ def test_each_fault_of_the_log_is_named(tmp_path, old, new, problem):
 @pytest.mark.parametrize("kind, side", [("update_cpu", "CPU"), ("update_gpu", "GPU")])
 def test_idle_side_is_named(tmp_path, kind, side):
     """A step in which one side updated nothing is a problem."""
-    events = [e for e in GOOD_EVENTS if not e["name"].startswith(kind)]
-    (found,) = check_outcome(outcome_of(tmp_path, events=events))
+    ops = [op for op in GOOD_OPS if not op.startswith(kind)]
+    (found,) = check_outcome(outcome_of(tmp_path, ops=ops))
     assert f"the {side} side updated no subgroup" in found
 
 

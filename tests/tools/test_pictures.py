@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tools.draw_timeline import Bar, order_lanes, read_trace
+from deep_offload.plan.draw import trace_to_json
+from deep_offload.plan.ops import LANE_OF, Lane, parse_op
+from deep_offload.plan.timeline import Span, Timeline
+from tools.draw_timeline import LANE_TITLES, WORK, read_timeline
 from tools.plot_loss import read_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,12 +22,14 @@ LOG = """
  validation loss at iteration 20 | lm loss value: 6.600000E+00 | lm loss PPL: 7.3E+02 |
  validation loss at iteration 20 on validation set | lm loss value: 6.600000E+00 | lm loss PPL: 7.3E+02 |
 """
-EVENTS = [
-    {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "H2D"}},
-    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "rank 0"}},
-    {"ph": "X", "name": "prefetch[5]", "pid": 1, "tid": 7, "ts": 2000.0, "dur": 500.0},
-    {"ph": "X", "name": "norm_ready", "pid": 1, "tid": 9, "ts": 1000.0},
-]
+TIMELINE = Timeline(
+    (
+        Span(parse_op("norm_ready @main"), 1.0, 1.0),
+        Span(parse_op("prefetch[5] @h2d slot 0"), 1.0, 1.5, num_bytes=100),
+        Span(parse_op("update_gpu[5] @gpu slot 0"), 1.5, 2.0),
+        Span(parse_op("update_cpu[4] @cpu"), 1.0, 2.0),
+    )
+)
 
 
 def run_tool(name, *arguments):
@@ -40,21 +44,22 @@ def test_losses_are_read():
     assert curve.validation == ((0, 9.05), (20, 6.6))
 
 
-def test_trace_is_read():
-    """Lanes have their threads' names, times start at 0 in milliseconds, and the subgroup is cut off the kind."""
-    assert read_trace(json.dumps({"traceEvents": EVENTS})) == [
-        Bar("h2d", "prefetch", 1.0, 0.5),
-        Bar("9", "norm_ready", 0.0, 0.0),
-    ]
+def test_first_timeline_is_read(tmp_path):
+    """Of a trace with several timelines the first one is drawn, unchanged."""
+    path = tmp_path / "trace.json"
+    path.write_text(trace_to_json({"measured": TIMELINE, "simulated": Timeline(TIMELINE.spans[:1])}))
+    assert read_timeline(path) == TIMELINE
 
 
-def test_lanes_are_ordered():
-    """The known lanes come in the project's order, unknown ones after them."""
-    bars = [Bar(lane, "x", 0, 1) for lane in ("d2h", "zzz", "cpu", "main", "gpu", "h2d")]
-    assert order_lanes(bars) == ["main", "gpu", "cpu", "h2d", "d2h", "zzz"]
+def test_every_kind_of_work_has_a_color():
+    """Each operation that a lane works on is in the legend; only moments of the loop are not."""
+    assert set(WORK) == {kind for kind, lane in LANE_OF.items() if lane is not Lane.MAIN}
+    assert set(LANE_TITLES) == set(Lane)
 
 
-@pytest.mark.parametrize("tool, content", [("plot_loss.py", LOG), ("draw_timeline.py", json.dumps(EVENTS))])
+@pytest.mark.parametrize(
+    "tool, content", [("plot_loss.py", LOG), ("draw_timeline.py", trace_to_json({"measured": TIMELINE}))]
+)
 def test_tool_writes_a_png(tmp_path, tool, content):
     """Each tool writes a PNG and says where."""
     pytest.importorskip("matplotlib")
@@ -69,8 +74,9 @@ def test_tool_writes_a_png(tmp_path, tool, content):
     "tool, content, words",
     [
         ("plot_loss.py", "no losses here", "holds no line with an lm loss"),
-        ("draw_timeline.py", "{", "no Chrome trace"),
-        ("draw_timeline.py", "[]", "no complete events"),
+        ("draw_timeline.py", "{", "is no JSON"),
+        ("draw_timeline.py", "[]", "was not written by deep_offload"),
+        ("draw_timeline.py", trace_to_json({"measured": Timeline(())}), "holds no operations"),
     ],
 )
 def test_wrong_file_gets_one_sentence(tmp_path, tool, content, words):
