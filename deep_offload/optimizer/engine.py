@@ -11,10 +11,10 @@ import torch
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
 from deep_offload.plan.check import check_plan
+from deep_offload.plan.execute import PlanRun
 from deep_offload.plan.layout import MasterStorage, ShardLayout, ShardSpec, Subgroup
 from deep_offload.plan.ops import OpKind, Place, Placement
 from deep_offload.plan.planner import OpSeconds, build_plan
-from deep_offload.plan.execute import PlanRun
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 from deep_offload.plan.timeline import Timeline
 from deep_offload.runtime.lanes import CudaDevice, HostDevice, LaneBackend
@@ -83,7 +83,9 @@ class OffloadEngine:
         self._device = shards[0].param.device if shards else device or torch.device("cpu")
         self.plan = build_plan(layout, settings.placement, settings.num_slots, seconds)
         check_plan(self.plan)
-        self._buffers = DeviceBuffers([self._view(s, "param") for s in layout.subgroups], [self._view(s, "grad") for s in layout.subgroups])
+        self._buffers = DeviceBuffers(
+            [self._view(s, "param") for s in layout.subgroups], [self._view(s, "grad") for s in layout.subgroups]
+        )
         self._state_plan = StatePlan(
             layout, settings.placement, settings.split_master, settings.wire_dtype, tuple(s.param.dtype for s in shards)
         )

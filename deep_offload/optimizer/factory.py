@@ -38,7 +38,9 @@ def build_optimizer(
     Raises ValueError, one sentence, when the optimizer is not Adam or state does not fit.
     """
     if optimizer_config.optimizer != "adam":
-        raise ValueError(f"--optimizer {optimizer_config.optimizer} is not supported, this engine updates with adam only")
+        raise ValueError(
+            f"--optimizer {optimizer_config.optimizer} is not supported, this engine updates with adam only"
+        )
     groups = build_param_groups(model_chunks, optimizer_config, no_weight_decay, decoupled_lr, decoupled_min_lr)
     buffers = map_buffers(model_chunks)
     with torch.no_grad():
@@ -55,7 +57,9 @@ def build_param_groups(
 ) -> list[dict[str, Any]]:
     """Groups by weight decay and decoupled learning rate; the same groups in the same order on every rank, even if empty."""
     has_decoupled = decoupled_lr is not None
-    keys = [(decay, decoupled) for decoupled in ((False, True) if has_decoupled else (False,)) for decay in (True, False)]
+    keys = [
+        (decay, decoupled) for decoupled in ((False, True) if has_decoupled else (False,)) for decay in (True, False)
+    ]
     members: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {key: [] for key in keys}
     for chunk in chunks:
         for name, param in chunk.named_parameters():

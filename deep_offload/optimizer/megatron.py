@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 from deep_offload.kernels.scalars import AdamClass
+from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
 from deep_offload.optimizer.digest import DigestEntry, combine, digest_entry
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
@@ -63,7 +64,11 @@ class DeepOffloadOptimizer(MegatronOptimizer):
                 self._group_of[number_of[param]] = index
         self._runs = _counted_runs(buffers)
         self._subgroups_of = [
-            {s.index for piece in pieces for s in engine.subgroups_of(piece.shard, piece.shard_start, piece.shard_start + piece.numel)}
+            {
+                s.index
+                for piece in pieces
+                for s in engine.subgroups_of(piece.shard, piece.shard_start, piece.shard_start + piece.numel)
+            }
             for pieces in buffers.pieces
         ]
         self._missing = [0] * len(engine.layout.subgroups)
@@ -192,7 +197,9 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Masters follow the parameters that were written into the model since; the moments stay."""
         if state_dict is not None:
-            raise ValueError("masters are refreshed from the model's own parameters; load the state dict into the model first")
+            raise ValueError(
+                "masters are refreshed from the model's own parameters; load the state dict into the model first"
+            )
         self.synchronize()
         for i in range(len(self._engine.layout.subgroups)):
             self._engine.refresh_master(i)
@@ -207,6 +214,47 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         ]
         scaler = None if self._scaler is None else self._scaler.state_dict()
         return {"step": self._step, "param_groups": groups, "grad_scaler": scaler, "shards": self._by_shard(state)}
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """State for `megatron.core.dist_checkpointing`, in its fully reshardable format; a collective over data ranks.
+
+        Load it, then give the loaded dict to `load_sharded_state_dict`.
+        """
+        self.synchronize()
+        read = None
+        if not is_loading:
+            state = [self._engine.read_state(i) for i in range(len(self._engine.layout.subgroups))]
+            read = lambda number, name: self._gather(number, name, state)  # noqa: E731
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        scaler = None if self._scaler is None else self._scaler.state_dict()
+        return {
+            "optimizer": {"step": self._step, "param_groups": groups},
+            "grad_scaler": scaler,
+            "param_state": sharded_param_state(model_sharded_state_dict, self._buffers.params, read),
+            "param_state_sharding_type": SHARDING_TYPE,
+        }
+
+    @torch.no_grad()
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take in what dist_checkpointing loaded for `sharded_state_dict(is_loading=True)`; weights follow the masters."""
+        self.synchronize()
+        self._step = state_dict["optimizer"]["step"]
+        for group, saved in zip(self.param_groups, state_dict["optimizer"]["param_groups"], strict=True):
+            group.update(saved)
+        if self._scaler is not None and state_dict["grad_scaler"] is not None:
+            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        for number, pieces in enumerate(self._buffers.pieces):
+            for name, key in CHECKPOINT_KEYS.items():
+                full = state_dict["param_state"][number][key].reshape(-1)
+                for piece in pieces:
+                    end = piece.shard_start + piece.numel
+                    for s in self._engine.subgroups_of(piece.shard, piece.shard_start, end):
+                        low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
+                        at = piece.param_start + low - piece.shard_start
+                        self._engine.write_state(s.index, name, low - s.start, full[at : at + high - low])
+        self._is_settled = False
 
     def _by_shard(self, state: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Flat state of whole shards, so that a load may cut them into other subgroups."""

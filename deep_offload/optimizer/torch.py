@@ -12,10 +12,10 @@ import torch
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels.reference import HOLD
 from deep_offload.kernels.scalars import AdamClass
+from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.flat_params import flatten_params
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
-from deep_offload.optimizer.build import build_engine
 from deep_offload.plan.storage import MASTER
 
 
@@ -138,7 +138,9 @@ class InterleavedAdamW(torch.optim.Optimizer):
         packed = super().state_dict()
         ids = [i for group in packed["param_groups"] for i in group["params"]]
         every = [p for group in self.param_groups for p in group["params"]]
-        packed["state"] = {i: self._param_state(self._number[p]) for i, p in zip(ids, every, strict=True) if p in self._number}
+        packed["state"] = {
+            i: self._param_state(self._number[p]) for i, p in zip(ids, every, strict=True) if p in self._number
+        }
         return packed
 
     @torch.no_grad()
@@ -228,7 +230,9 @@ class InterleavedAdamW(torch.optim.Optimizer):
             if p.grad is None:
                 continue
             if p.grad.is_sparse:
-                raise ValueError(f"the gradient of a parameter of shape {tuple(p.shape)} is sparse: only dense ones are updated")
+                raise ValueError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is sparse: only dense ones are updated"
+                )
             if p.grad.data_ptr() != view.data_ptr():
                 view.copy_(p.grad)
                 p.grad = view
@@ -243,7 +247,12 @@ class InterleavedAdamW(torch.optim.Optimizer):
             return scale
         grads, runs = [s.grad for s in self._flat.shards], self._runs
         if any(p.grad is None for p in self._params):
-            runs = counted_runs([[(s.start, s.end, self._params[s.param].grad is not None) for s in x.segments] for x in self._flat.shards])
+            runs = counted_runs(
+                [
+                    [(s.start, s.end, self._params[s.param].grad is not None) for s in x.segments]
+                    for x in self._flat.shards
+                ]
+            )
         device = self._flat.shards[0].grad.device
         norm = math.sqrt(total) if math.isfinite(total := sum_of_squares(grads, runs, device).item()) else total
         self.last_grad_norm = norm * scale
@@ -295,7 +304,9 @@ def _check_params(params: list[torch.nn.Parameter], loss_scale: float | None) ->
         raise ValueError(f"parameters are on {sorted(map(str, devices))}, they must be on one device")
     for p in params:
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed are float32, bfloat16 and float16")
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is {p.dtype}, allowed are float32, bfloat16 and float16"
+            )
         if p.dtype == torch.float16 and loss_scale is None:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} is float16 and no loss_scale was given: its gradients would underflow, so "
