@@ -83,8 +83,11 @@ def iterations_within(phases: tuple[Phase, ...], samples: int) -> int:
     """Return the whole steps that `samples` samples are enough for."""
     consumed = iterations = 0
     for (_, batch), end in zip(phases, [start for start, _ in phases[1:]] + [None]):
-        affordable = max(0, samples - consumed) // batch
-        steps = affordable if end is None else min(affordable, max(0, -(-(end - consumed) // batch)))
+        steps = max(0, samples - consumed) // batch
+        if end is not None:
+            steps = min(steps, max(0, -(-(end - consumed) // batch)))
         consumed += steps * batch
         iterations += steps
+        if end is not None and consumed < end:
+            break  # the next step of this phase would need more than is left
     return iterations
