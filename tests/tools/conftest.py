@@ -88,10 +88,8 @@ def dataset(tmp_path_factory):
 
     from megatron.training.datasets.indexed_writer import IndexedWriter
 
-    folder = tmp_path_factory.mktemp("datasets")
-
     def make(sequences, dtype=np.uint16):
-        prefix = str(folder / f"set{len(list(folder.glob('*.idx')))}")
+        prefix = str(tmp_path_factory.mktemp("dataset") / "set")
         with IndexedWriter(prefix, np.dtype(dtype)) as writer:
             for tokens in sequences:
                 writer.append_document(tokens, [len(tokens)])

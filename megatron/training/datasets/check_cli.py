@@ -230,3 +230,7 @@ def _train_samples(args: argparse.Namespace) -> int | None:
 
 def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -124,18 +124,22 @@ class IndexedWriter:
 
 
 def _open_exclusive(path: str, prefix: str) -> IO[bytes]:
-    file = open(path, "ab")  # not "wb": another writer's bytes must survive until the lock is ours
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    while True:
+        file = open(path, "ab")  # not "wb": another writer's bytes must survive until the lock is ours
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(
+                f"another process is writing {bin_path(prefix)}: wait for it or choose another --output-prefix"
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks; then only the user keeps two writers apart
+        # Between open and lock another writer may have published this very file: emptying it would destroy its work.
+        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+            file.truncate(0)
+            return file
         file.close()
-        raise ValueError(
-            f"another process is writing {bin_path(prefix)}: wait for it or choose another --output-prefix"
-        ) from None
-    except OSError:
-        pass  # some network file systems have no locks; then only the user keeps two writers apart
-    file.truncate(0)
-    return file
 
 
 def write_index(out: IO[bytes], dtype: np.dtype[Any], sequence_lengths: np.ndarray, boundaries: np.ndarray) -> None:

@@ -72,3 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{summary.num_tokens} tokens"
     )
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

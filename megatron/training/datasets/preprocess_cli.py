@@ -198,3 +198,7 @@ def _fail(sentence: str, code: int) -> int:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

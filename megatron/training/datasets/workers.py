@@ -16,10 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from typing import Any
 
 _ITEMS_AHEAD = 4  # per worker: finished results that may wait for an earlier one
 _STOP_SECONDS = 5.0
