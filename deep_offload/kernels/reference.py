@@ -52,7 +52,7 @@ def adam_update(
     `grad` itself. A HOLD segment keeps its state; its FULL weight is still written. ValueError on a wrong argument.
     """
     rows = check_segments(segments, exp_avg.numel(), scalars)
-    _check_storage(master, weight, storage)
+    check_storage(master, weight, storage)
     scale = round_to_fp32(grad_scale)
     for start, end, index in rows:
         piece = slice(start, end)
@@ -185,7 +185,7 @@ def check_segments(segments: Tensor, numel: int, scalars: Tensor) -> list[tuple[
     return rows
 
 
-def _check_storage(master: Tensor | None, weight: Tensor | None, storage: MasterStorage) -> None:
+def check_storage(master: Tensor | None, weight: Tensor | None, storage: MasterStorage) -> None:
     """ValueError unless `master` and `weight` have the types that `storage` asks for."""
     master_dtype = None if master is None else master.dtype
     weight_dtype = None if weight is None else weight.dtype
