@@ -14,7 +14,6 @@ from pathlib import Path
 
 TRAINING = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?\blm loss: ([-+.\dEeinfa]+)", re.IGNORECASE)
 VALIDATION = re.compile(r"validation loss at iteration (\d+) .*?lm loss value: ([-+.\dEeinfa]+)", re.IGNORECASE)
-FINAL_VALIDATION = re.compile(r"iteration (\d+) on validation set .*?lm loss value: ([-+.\dEeinfa]+)", re.IGNORECASE)
 
 # One color for each log; validation is the same color, stronger and with marks.
 COLORS = ("#1f6fb4", "#d1495b", "#2e8b57", "#8e5ea2", "#b8860b", "#444444")
@@ -30,12 +29,11 @@ class LossCurve:
 
 
 def read_losses(text: str) -> LossCurve:
-    """Return the losses that a log holds; a validation that is printed twice for one iteration counts once."""
+    """Return the losses that a log holds; of two validations at one iteration (the last step's) the first counts."""
     training = [(int(m[1]), float(m[2])) for m in TRAINING.finditer(text)]
     validation = {}
-    for pattern in (VALIDATION, FINAL_VALIDATION):
-        for match in pattern.finditer(text):
-            validation.setdefault(int(match[1]), float(match[2]))
+    for match in VALIDATION.finditer(text):
+        validation.setdefault(int(match[1]), float(match[2]))
     return LossCurve(tuple(training), tuple(sorted(validation.items())))
 
 

@@ -13,7 +13,7 @@ MIN_LOSS_FALL = 2.0
 """Nats that the validation loss must fall from its value before the first step."""
 
 LANES = ("h2d", "d2h", "cpu", "gpu")
-TRAFFIC = re.compile(r"^> traffic (\w+): .*?\((\d+) \w+\)", re.MULTILINE)
+TRAFFIC = re.compile(r"^> moved by lane (\w+): (?:[^(\n]*\()?(\d+) (?:bytes|params)\)?$", re.MULTILINE)
 DIGEST = re.compile(r"^state digest: (sha256:[0-9a-f]{64})$", re.MULTILINE)
 
 
@@ -21,7 +21,7 @@ DIGEST = re.compile(r"^state digest: (sha256:[0-9a-f]{64})$", re.MULTILINE)
 class Outcome:
     """A finished run.
 
-    validation: (iteration, loss in nats). traffic: what the run counted since its start, by name: bytes over the link
+    validation: (iteration, loss in nats). traffic: what the run counted since its start, by lane: bytes over the link
     in each direction, parameters updated by each side. digest: of weights and optimizer state, None where none was
     printed. operations: of each kind in the traced step.
     """
@@ -39,10 +39,6 @@ class Outcome:
     def loss_fall(self) -> float:
         """Nats between the first validation and the last; 0 where there are not two."""
         return self.validation[0][1] - self.validation[-1][1] if len(self.validation) > 1 else 0.0
-
-    def amount(self, lane: str) -> int:
-        """What one lane moved or updated since the start."""
-        return sum(amount for name, amount in self.traffic.items() if name.split("_")[0] == lane)
 
 
 def read_outcome(log: str, trace: Path) -> Outcome:
@@ -71,7 +67,7 @@ def check_outcome(outcome: Outcome) -> list[str]:
             f"the validation loss fell by {outcome.loss_fall:.2f} nats instead of more than {MIN_LOSS_FALL}"
         )
     for lane in LANES:
-        if outcome.amount(lane) <= 0:
+        if outcome.traffic.get(lane, 0) <= 0:
             problems.append(f"nothing went through lane {lane}")
     for kind, side in (("update_cpu", "CPU"), ("update_gpu", "GPU")):
         if not outcome.operations.get(kind):
@@ -91,7 +87,7 @@ def summary_lines(outcome: Outcome, training_seconds: float) -> list[str]:
         )
     titles = {"h2d": "host to device", "d2h": "device to host", "cpu": "updated by CPU", "gpu": "updated by GPU"}
     for lane, title in titles.items():
-        amount = outcome.amount(lane)
+        amount = outcome.traffic.get(lane, 0)
         unit = f"{amount / 1e9:.2f} GB moved" if lane in ("h2d", "d2h") else f"{amount / 1e6:.0f} M parameter updates"
         lines.append(f"{lane:>4}  {title:<15} {unit:>24}  {outcome_count(outcome, lane)}")
     lines.append(f"state digest {outcome.digest}")

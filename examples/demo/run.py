@@ -32,8 +32,9 @@ MODEL = """
 --attention-dropout 0 --hidden-dropout 0 --bf16 --grad-reduce-in-bf16
 """
 SCHEDULE = """
---micro-batch-size 8 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 20
---weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --log-interval 10 --eval-interval 50 --eval-iters 8 --eval-at-start
+--micro-batch-size 8 --global-batch-size 8 --lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1
+--weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 --num-workers 1
+--log-interval 10 --eval-interval 50 --eval-iters 8 --eval-at-start
 """
 # Nothing stays on the GPU, half of the subgroups are updated on each side, and there are about twenty of them.
 OFFLOAD = """

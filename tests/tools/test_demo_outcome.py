@@ -15,11 +15,11 @@ GOOD_LOG = f"""
  [2026-01-01 10:00:00.000000] iteration       50/     100 | consumed samples: 400 | lm loss: 7.000000E+00 | x: 1 |
  validation loss at iteration 50 | lm loss value: 7.100000E+00 | lm loss PPL: 1.2E+03 |
  validation loss at iteration 100 | lm loss value: 6.900000E+00 | lm loss PPL: 9.9E+02 |
-> traffic h2d_bytes: 1.00 GiB (1073741824 bytes)
-> traffic d2h_bytes: 1.00 GiB (1073741824 bytes)
-> traffic cpu_params: 5.00 MiB (5242880 bytes)
-> traffic gpu_params: 5.00 MiB (5242880 bytes)
-> traffic upcast_bytes: 0.00 MiB (0 bytes)
+> moved by lane h2d: 1.00 GiB (1073741824 bytes)
+> moved by lane d2h: 1.00 GiB (1073741824 bytes)
+> moved by lane cpu: 5242880 params
+> moved by lane gpu: 5242880 params
+> moved by lane upcast: 0.00 MiB (0 bytes)
 state digest: {DIGEST}
 """
 
@@ -50,9 +50,9 @@ def test_good_run_passes(tmp_path):
         ("value: 6.900000E+00", "value: 7.060000E+00", "fell by 1.99 nats"),
         ("value: 6.900000E+00", "value: nan", "fell by nan nats"),
         ("at iteration 0 ", "at iteration 1 ", "before the first step"),
-        ("h2d_bytes: 1.00 GiB (1073741824 bytes)", "h2d_bytes: 0.00 MiB (0 bytes)", "lane h2d"),
-        ("> traffic d2h_bytes", "> other d2h_bytes", "lane d2h"),
-        ("gpu_params: 5.00 MiB (5242880 bytes)", "gpu_params: 0.00 MiB (0 bytes)", "lane gpu"),
+        ("h2d: 1.00 GiB (1073741824 bytes)", "h2d: 0.00 MiB (0 bytes)", "lane h2d"),
+        ("lane d2h", "lane other", "lane d2h"),
+        ("gpu: 5242880 params", "gpu: 0 params", "lane gpu"),
         ("state digest: ", "state: ", "no state digest"),
     ],
 )
