@@ -1,7 +1,9 @@
-"""Built-in hardware profiles: one machine of this project, two published nodes, and estimates marked as such."""
+"""Profiles by name, file and cache. Built in: this project's machine, two published nodes, and marked estimates."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 from deep_offload.model.hardware import HardwareProfile, profile_from_json
@@ -246,3 +248,34 @@ def load_profile(name_or_path: str) -> HardwareProfile:
             f"{', '.join(BUILT_IN_PROFILES)}"
         ) from error
     return profile_from_json(text, f"hardware profile {name_or_path}")
+
+
+def cache_directory() -> Path:
+    """Where profiles of measured machines are kept: DEEP_OFFLOAD_CACHE, or deep_offload in the user's cache."""
+    override = os.environ.get("DEEP_OFFLOAD_CACHE")
+    if override:
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deep_offload"
+
+
+def cache_file(fingerprint: str) -> Path:
+    """The cache's file for the machine with this fingerprint."""
+    return cache_directory() / f"profile-{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}.json"
+
+
+def planning_profile(name_or_path: str | None) -> tuple[HardwareProfile, str]:
+    """A profile to plan with, and one line on where it comes from. Measures nothing.
+
+    The given one, else the newest of the cache, else the built-in h200. Raises ValueError for a wrong name or file.
+    """
+    if name_or_path is not None:
+        return load_profile(name_or_path), f"hardware profile {name_or_path} as given"
+    cached = sorted(cache_directory().glob("profile-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in cached:
+        try:
+            return profile_from_json(path.read_text(), str(path)), f"hardware profile measured before: {path}"
+        except ValueError:  # of an older version: training measures again
+            continue
+    return BUILT_IN_PROFILES["h200"], (
+        "no machine was measured yet, so the built-in profile h200 is used: run `python -m deep_offload calibrate`"
+    )

@@ -184,16 +184,26 @@ class SimBackend:
 
 
 def main_seconds(
-    layout: ShardLayout, profile: HardwareProfile, *, forward_seconds: float, backward_seconds: float
+    layout: ShardLayout,
+    profile: HardwareProfile,
+    *,
+    forward_seconds: float,
+    backward_seconds: float,
+    other_seconds: float = 0.0,
 ) -> MainSeconds:
-    """Backward and forward spread over the subgroups by their size; the norm reads every gradient once."""
+    """Backward and forward spread over the subgroups by their size; the norm reads every gradient once.
+
+    other_seconds: compute before the last backward pass: all other micro-batches, pipeline bubbles.
+    """
     numel = max(1, layout.numel)
     norm_seconds = numel / profile.gpu_upcast_params_per_s
+    last = len(layout.subgroups) - 1  # its gradient is ready first
 
     def seconds(kind: OpKind, i: int) -> float:
         match kind:
             case OpKind.GRADS_READY:
-                return backward_seconds * layout.subgroups[i].numel / numel
+                before = other_seconds if i == last else 0.0
+                return before + backward_seconds * layout.subgroups[i].numel / numel
             case OpKind.PARAMS_NEEDED:
                 return forward_seconds * layout.subgroups[i].numel / numel
             case OpKind.NORM_READY:
@@ -224,15 +234,23 @@ def simulate(
     *,
     forward_seconds: float = 0.0,
     backward_seconds: float = 0.0,
+    other_seconds: float = 0.0,
     num_iterations: int = 1,
     num_ranks: int = 1,
 ) -> Simulation:
     """Play a plan for some iterations on `num_ranks` equal ranks of one host.
 
-    forward_seconds, backward_seconds: the rank's compute in one iteration, gradient accumulation included.
+    forward_seconds: of the first micro-batch, which waits for parameters; backward_seconds: of the last one, which
+    makes gradients final; other_seconds: compute between the two.
     """
     host = SimHost(profile)
-    main = main_seconds(layout, profile, forward_seconds=forward_seconds, backward_seconds=backward_seconds)
+    main = main_seconds(
+        layout,
+        profile,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        other_seconds=other_seconds,
+    )
     runs: list[list[PlanRun]] = [
         _submit(plan, SimBackend(host, layout, state, main, rank), num_iterations) for rank in range(num_ranks)
     ]

@@ -8,7 +8,6 @@ the device's update is the specification in torch, just as the host backend runs
 from __future__ import annotations
 
 import datetime
-import hashlib
 import os
 import platform
 import threading
@@ -23,7 +22,7 @@ from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
 from deep_offload.model.hardware import HardwareProfile, profile_from_json, profile_to_json
-from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.runtime.limits import read_host_limits
 
@@ -53,14 +52,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.machine()
-
-
-def cache_file(machine: str) -> Path:
-    """Where the profile of the machine with this fingerprint is kept; DEEP_OFFLOAD_CACHE names another directory."""
-    override = os.environ.get("DEEP_OFFLOAD_CACHE")
-    xdg = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = Path(override) if override else Path(xdg) / "deep_offload"
-    return directory / f"profile-{hashlib.sha256(machine.encode()).hexdigest()[:12]}.json"
 
 
 def profile_for_run(
@@ -154,7 +145,7 @@ def measure_profile(device: torch.device, num_threads: int, num_ranks: int = 1) 
         cpu_threads=num_threads,
         gpu_memory_bytes=bench.device_memory_bytes,
         host_memory_bytes=limits.available_bytes or 0,
-        host_dram_bytes_per_s=max(rates["dram_bytes_per_s"] * num_ranks, bench.triad_bytes_per_s(limits.cores)),
+        host_dram_bytes_per_s=_host_dram_bytes_per_s(bench, rates["dram_bytes_per_s"], num_ranks, limits.cores),
         gpu_adam_params_per_s=bench.gpu_adam_params_per_s(),
         gpu_upcast_params_per_s=bench.upcast_params_per_s(),
         gpu_flops_per_s=TRAINING_FLOPS_SHARE * bench.matmul_flops_per_s(),
@@ -162,6 +153,11 @@ def measure_profile(device: torch.device, num_threads: int, num_ranks: int = 1) 
         op_overhead_seconds=bench.op_overhead_seconds,
         **rates,
     )
+
+
+def _host_dram_bytes_per_s(bench: _Bench, rank_rate: float, num_ranks: int, cores: int) -> float:
+    """What all ranks reach together: what they just had at once, or for a rank alone all cores' triad."""
+    return rank_rate * num_ranks if num_ranks > 1 else max(rank_rate, bench.triad_bytes_per_s(cores))
 
 
 def _lane_rates(bench: _Bench, num_threads: int) -> dict[str, float]:
