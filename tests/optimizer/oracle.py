@@ -38,7 +38,9 @@ class OracleParam:
         g = grad.detach().cpu().float() * fp32(scale)
         self.exp_avg = self.exp_avg * fp32(b1) + g * fp32(1 - b1)
         self.exp_avg_sq = self.exp_avg_sq * fp32(b2) + (g * g) * fp32(1 - b2)
-        root = torch.from_numpy(np.sqrt(self.exp_avg_sq.numpy()))  # torch's own root on the CPU is not correctly rounded
+        root = torch.from_numpy(
+            np.sqrt(self.exp_avg_sq.numpy())
+        )  # torch's own root on the CPU is not correctly rounded
         denom = root / fp32((1 - b2**self.step) ** 0.5) + fp32(eps)
         decayed = self.master * fp32(1 - lr * weight_decay)
         self.master = decayed - (self.exp_avg / denom) * fp32(lr / (1 - b1**self.step))

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from engine_cases import ALL_RESIDENT, GROUPS, Case, assert_same_bits, bits, collect, drive, fill_grads, make_engine, make_model
+from engine_cases import (
+    ALL_RESIDENT,
+    GROUPS,
+    Case,
+    assert_same_bits,
+    bits,
+    collect,
+    drive,
+    fill_grads,
+    make_engine,
+    make_model,
+)
 from oracle import OracleParam
 
 from deep_offload.kernels.scalars import AdamClass
@@ -62,7 +73,12 @@ def test_other_types_have_the_bits_of_the_resident_run(resident_runs, dtype, gra
 
 @pytest.mark.parametrize(
     "case",
-    [Case(share=0.5), Case(share=0.0, wire="param"), Case(**ALL_RESIDENT), Case(share=1.0, dtype=torch.float16, grad_dtype=torch.float16)],
+    [
+        Case(share=0.5),
+        Case(share=0.0, wire="param"),
+        Case(**ALL_RESIDENT),
+        Case(share=1.0, dtype=torch.float16, grad_dtype=torch.float16),
+    ],
     ids=["half", "cpu", "resident", "fp16"],
 )
 def test_oracle_reproduces_every_parameter(case):
@@ -86,7 +102,12 @@ def test_oracle_reproduces_every_parameter(case):
     for number, (shard, start, end) in model.grads.items():
         piece = slice(offsets[shard] + start, offsets[shard] + end)
         want = oracle[number]
-        for name, tensor in (("master", want.master), ("exp_avg", want.exp_avg), ("exp_avg_sq", want.exp_avg_sq), ("weight", want.weight())):
+        for name, tensor in (
+            ("master", want.master),
+            ("exp_avg", want.exp_avg),
+            ("exp_avg_sq", want.exp_avg_sq),
+            ("weight", want.weight()),
+        ):
             assert torch.equal(bits(got[name][piece]), bits(tensor)), f"parameter {number}: {name} differs"
 
 
@@ -117,7 +138,10 @@ def test_moved_bytes_are_those_of_the_placement(share):
             fill_grads(case, model, step)
             engine.update(_classes(step), model.group_of, 0.5)
         engine.synchronize()
-        placed = {place: sum(s.numel for s in engine.layout.subgroups if engine.settings.placement[s.index] is place) for place in Place}
+        placed = {
+            place: sum(s.numel for s in engine.layout.subgroups if engine.settings.placement[s.index] is place)
+            for place in Place
+        }
         streamed = [s.numel for s in engine.layout.subgroups if engine.settings.placement[s.index] is Place.GPU]
         ahead = sum(streamed[: case.slots])  # the next step's first prefetches have been issued too
         traffic = engine.traffic
@@ -187,7 +211,9 @@ def test_held_parameter_keeps_every_bit():
         engine.close()
 
 
-@pytest.mark.parametrize("case", [Case(share=0.5), Case(**ALL_RESIDENT), Case(share=1.0, split=False)], ids=["half", "resident", "full"])
+@pytest.mark.parametrize(
+    "case", [Case(share=0.5), Case(**ALL_RESIDENT), Case(share=1.0, split=False)], ids=["half", "resident", "full"]
+)
 def test_written_state_is_read_back_and_sets_weights(case):
     """A master written from outside is read back bit for bit, and its weights follow, ties away from zero."""
     model = make_model(case)
@@ -213,7 +239,9 @@ def test_written_state_is_read_back_and_sets_weights(case):
         engine.close()
 
 
-@pytest.mark.parametrize("kind", [OpKind.UPDATE_CPU, OpKind.UPDATE_GPU, OpKind.PREFETCH, OpKind.FLUSH, OpKind.PARAM_H2D, OpKind.GRAD_FLUSH])
+@pytest.mark.parametrize(
+    "kind", [OpKind.UPDATE_CPU, OpKind.UPDATE_GPU, OpKind.PREFETCH, OpKind.FLUSH, OpKind.PARAM_H2D, OpKind.GRAD_FLUSH]
+)
 def test_lane_error_surfaces_on_the_main_thread(kind):
     """An exception on any lane stops the run within one step, with its own message; nothing hangs."""
     case = Case(share=0.5)

@@ -47,7 +47,10 @@ def loss_of(model: nn.Module, step: int, scale: float = 1.0) -> torch.Tensor:
 def groups_of(model: nn.Module) -> list[dict]:
     weights = [p for p in model.parameters() if p.dim() > 1]
     biases = [p for p in model.parameters() if p.dim() == 1]
-    return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0}]
+    return [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,12 @@ def test_oracle_bits_with_groups_scheduler_and_clipping(settings, flush_in_backw
         settings = {**settings, "offload_grad_wire": "fp32"}
     model = make_model(dtype)
     optimizer = InterleavedAdamW(
-        groups_of(model), lr=1e-2, betas=BETAS, offload=offload(**settings), max_grad_norm=0.3, flush_in_backward=flush_in_backward
+        groups_of(model),
+        lr=1e-2,
+        betas=BETAS,
+        offload=offload(**settings),
+        max_grad_norm=0.3,
+        flush_in_backward=flush_in_backward,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 1.0 / (1 + 0.1 * k))
     oracle = {p: OracleParam(p) for p in model.parameters()}
@@ -84,7 +92,12 @@ def test_oracle_bits_with_groups_scheduler_and_clipping(settings, flush_in_backw
         for group in optimizer.param_groups:
             for p in group["params"]:
                 oracle[p].update(
-                    grads[p], lr=group["lr"], betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"], scale=clip
+                    grads[p],
+                    lr=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    scale=clip,
                 )
         scheduler.step()
     assert clipped >= 10
@@ -137,7 +150,9 @@ def test_parameter_without_gradient_is_skipped_like_in_torch():
 def test_parameter_written_by_the_user_refreshes_its_master(share):
     """After an in-place write or a new `.data` the next update starts from the written value."""
     model = make_model()
-    optimizer = InterleavedAdamW(model.parameters(), lr=1e-2, weight_decay=0.0, offload=offload(offload_gpu_share=share))
+    optimizer = InterleavedAdamW(
+        model.parameters(), lr=1e-2, weight_decay=0.0, offload=offload(offload_gpu_share=share)
+    )
     loss_of(model, 0).backward()
     optimizer.step()
     with torch.no_grad():
@@ -158,7 +173,9 @@ def test_edited_gradients_are_what_is_used():
     runs = []
     for flush in (False, True):
         model = make_model()
-        optimizer = InterleavedAdamW(model.parameters(), lr=1e-2, offload=offload(offload_gpu_share=0.0), flush_in_backward=flush)
+        optimizer = InterleavedAdamW(
+            model.parameters(), lr=1e-2, offload=offload(offload_gpu_share=0.0), flush_in_backward=flush
+        )
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -191,7 +208,9 @@ def test_two_backwards_accumulate():
 def test_non_finite_gradient_skips_the_step(bad):
     """NaN or inf in one gradient element leaves parameters and state bitwise untouched and is counted."""
     model = make_model()
-    optimizer = InterleavedAdamW(model.parameters(), lr=1e-2, offload=offload(), max_grad_norm=1.0, flush_in_backward=True)
+    optimizer = InterleavedAdamW(
+        model.parameters(), lr=1e-2, offload=offload(), max_grad_norm=1.0, flush_in_backward=True
+    )
     loss_of(model, 0).backward()
     optimizer.step()
     before, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
@@ -210,6 +229,7 @@ def test_non_finite_gradient_skips_the_step(bad):
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_state_dict_resumes_bitwise_under_another_placement(share):
     """Six steps are three steps, a state dict into a fresh optimizer with another placement, and three more."""
+
     def run(steps, model, optimizer):
         for step in steps:
             optimizer.zero_grad()
@@ -224,7 +244,9 @@ def test_state_dict_resumes_bitwise_under_another_placement(share):
     run(range(3), first, one)
     second = make_model()
     second.load_state_dict(first.state_dict())
-    two = InterleavedAdamW(groups_of(second), lr=7.0, offload=offload(offload_gpu_share=share, offload_subgroup_numel=333))
+    two = InterleavedAdamW(
+        groups_of(second), lr=7.0, offload=offload(offload_gpu_share=share, offload_subgroup_numel=333)
+    )
     two.load_state_dict(one.state_dict())
     run(range(3, 6), second, two)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), second.parameters(), strict=True))

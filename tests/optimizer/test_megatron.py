@@ -1,0 +1,206 @@
+"""Through the real training loop: every offload setting gives the bits of the all-resident run and of the oracle."""
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from engine_cases import bits
+from loop_cases import GPT_LIKE, LLAMA_LIKE, pairwise, train
+from oracle import OracleParam
+
+from deep_offload.plan.ops import LANE_OF, OpKind
+from deep_offload.runtime.lanes import HostDevice
+from deep_offload.runtime.worker import SubgroupWorker
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_profile(tmp_path_factory):
+    """Rates are measured once for all tests here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+PRECISIONS = {
+    "bf16": "--bf16",
+    "bf16 16-bit gradients": "--bf16 --grad-reduce-in-bf16",
+    "fp16": "--fp16 --initial-loss-scale 1024 --loss-scale-window 1000",
+    "fp32": "",
+}
+MODELS = {"llama": LLAMA_LIKE, "gpt": GPT_LIKE}
+CASES = pairwise(
+    {
+        "place": ("--offload-gpu-share 0", "--offload-gpu-share 0.4", "--offload-gpu-share 1", "--offload-stride 3"),
+        "precision": tuple(PRECISIONS),
+        "resident": (0.0, 0.5),
+        "slots": (1, 2, 3),
+        "wire": ("fp32", "param"),
+        "subgroup": (4096, 9000),
+        "accumulation": (1, 4),
+        "model": ("llama", "gpt"),
+        "threads": (1, 2),
+        "split": ("on", "off"),
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def resident_runs():
+    cache: dict = {}
+
+    def get(precision: str, accumulation: int, model: str):
+        key = precision, accumulation, model
+        if key not in cache:
+            cache[key] = train(
+                f"{PRECISIONS[precision]} --global-batch-size {accumulation} --offload-resident-fraction 1",
+                model=MODELS[model],
+            )
+        return cache[key]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(str(v).replace("--offload-", "") for v in c.values()))
+def test_every_setting_has_the_bits_of_the_resident_run(resident_runs, case):
+    """A pairwise cover of placement, precision, slots, wire, sizes and accumulation: one digest, one loss curve."""
+    precision, split = PRECISIONS[case["precision"]], case["split"]
+    wire = case["wire"] if case["precision"] == "bf16 16-bit gradients" else "fp32"
+    if not precision.startswith("--bf16"):
+        split = "off"
+    got = train(
+        f"{precision} {case['place']} --offload-resident-fraction {case['resident']} --offload-num-slots {case['slots']} "
+        f"--offload-grad-wire {wire} --offload-subgroup-numel {case['subgroup']} --offload-split-master {split} "
+        f"--global-batch-size {case['accumulation']} --offload-cpu-threads {case['threads']}",
+        model=MODELS[case["model"]],
+    )
+    want = resident_runs(case["precision"], case["accumulation"], case["model"])
+    assert got.losses == want.losses
+    for number, states in want.state.items():
+        for name, tensor in states.items():
+            assert torch.equal(bits(got.state[number][name]), bits(tensor)), f"{name} of parameter {number}"
+    assert got.digest == want.digest
+    moved = {lane: got.traffic[lane] > 0 for lane in ("cpu_params", "gpu_params", "h2d_bytes", "d2h_bytes")}
+    streams = "share 0" not in case["place"] or case["resident"] > 0 or "0.4" in case["place"]
+    assert moved["h2d_bytes"] and moved["d2h_bytes"]
+    assert moved["gpu_params"] == streams
+    assert moved["cpu_params"] == ("share 1" not in case["place"])
+
+
+@pytest.mark.parametrize("place", ["--offload-gpu-share 0.5", "--offload-gpu-share 0", "--offload-gpu-share 1"])
+def test_oracle_reproduces_the_loop(place):
+    """A per-parameter Adam fed clones of DDP's final gradients gives the same masters, moments and weights."""
+    oracle: dict[int, OracleParam] = {}
+    grads: dict[int, torch.Tensor] = {}
+    clipped: list[bool] = []
+
+    def before(optimizer):
+        for number, param in enumerate(optimizer._buffers.params):
+            oracle.setdefault(number, OracleParam(param.detach().clone()))
+            grads[number] = param.main_grad.detach().clone()
+
+    def after(optimizer, norm):
+        scale = min(1.0, 0.5 / (norm + 1e-6))
+        clipped.append(scale < 1.0)
+        for number, o in oracle.items():
+            group = optimizer.param_groups[optimizer._group_of[number]]
+            o.update(
+                grads[number],
+                lr=group["lr"],
+                betas=(0.9, 0.95),
+                eps=1e-8,
+                weight_decay=group["weight_decay"],
+                scale=scale,
+            )
+
+    got = train(f"--bf16 {place} --offload-resident-fraction 0", model=GPT_LIKE, before_step=before, after_step=after)
+    assert sum(clipped) > 10
+    for number, o in oracle.items():
+        want = {"master": o.master, "exp_avg": o.exp_avg, "exp_avg_sq": o.exp_avg_sq, "weight": o.weight()}
+        for name, tensor in want.items():
+            assert torch.equal(bits(got.state[number][name]), bits(tensor.flatten())), f"{name} of parameter {number}"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradient_skips_the_step_and_is_counted(bad):
+    """One bad gradient element: that step changes no bit of parameters or state, and the log counts it."""
+    steps = []
+
+    def before(optimizer):
+        steps.append(optimizer)
+        if len(steps) == 4:
+            optimizer._buffers.shards[0].shard.grad[3] = bad
+
+    seen: dict[str, str] = {}
+
+    def after(optimizer, _norm):
+        if len(steps) in (3, 4):
+            seen[str(len(steps))] = str(
+                {n: {k: v.double().sum().item() for k, v in s.items()} for n, s in _states(optimizer).items()}
+            )
+
+    got = train(
+        "--bf16 --offload-gpu-share 0.5 --offload-resident-fraction 0 --train-iters 6",
+        before_step=before,
+        after_step=after,
+    )
+    assert seen["3"] == seen["4"]
+    assert got.skipped == ["0", "0", "0", "1", "0", "0"]
+
+
+def _states(optimizer):
+    from loop_cases import param_states
+
+    optimizer.synchronize()
+    return param_states(optimizer)
+
+
+MUTATED = "--bf16 --offload-gpu-share 0.5 --offload-resident-fraction 0 --train-iters 8 --offload-num-slots 2"
+
+
+@pytest.fixture(scope="module")
+def healthy_digest():
+    """The digest that a mutated run must not reach, and that a healthy one does."""
+    digest = train("--bf16 --offload-resident-fraction 1 --train-iters 8").digest
+    assert train(MUTATED).digest == digest
+    return digest
+
+
+@pytest.mark.parametrize("handler", ["flush", "param_h2d", "grad_flush", "prefetch"])
+def test_mutation_a_copy_left_out(monkeypatch, healthy_digest, handler):
+    """Without the flush, the parameter upload, the gradient flush or the prefetch the digest differs."""
+    monkeypatch.setattr(SubgroupWorker, handler, lambda self, op: 0)
+    assert train(MUTATED).digest != healthy_digest
+
+
+@pytest.mark.parametrize(
+    ("slow", "waiter"),
+    [
+        (OpKind.PREFETCH, OpKind.UPDATE_GPU),
+        (OpKind.UPDATE_GPU, OpKind.FLUSH),
+        (OpKind.FLUSH, OpKind.PREFETCH),
+        (OpKind.UPDATE_CPU, OpKind.PARAM_H2D),
+        (OpKind.GRAD_FLUSH, OpKind.UPDATE_CPU),
+        (OpKind.PARAM_H2D, OpKind.PARAMS_NEEDED),
+    ],
+    ids=lambda kind: kind.value,
+)
+def test_mutation_a_wait_left_out(monkeypatch, healthy_digest, slow, waiter):
+    """Without one kind of wait, and the op it waits for slowed down, the digest differs."""
+    original, original_wait = getattr(SubgroupWorker, slow.value), HostDevice.wait
+
+    def late(self, op):
+        time.sleep(0.02 if slow is OpKind.GRAD_FLUSH else 0.003)  # backward gives gradients a head start
+        return original(self, op)
+
+    def wait(self, lane, done):
+        if not (done.op.kind is slow and lane is LANE_OF[waiter]):
+            original_wait(self, lane, done)
+
+    monkeypatch.setattr(SubgroupWorker, slow.value, late)
+    assert train(MUTATED).digest == healthy_digest, "a delay alone must not change a bit"
+    monkeypatch.setattr(HostDevice, "wait", wait)
+    assert train(MUTATED).digest != healthy_digest
