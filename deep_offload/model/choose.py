@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.cost import StateFormat, Wire, dram_bytes, op_cost, op_seconds
+from deep_offload.model.cost import StateFormat, Wire, dram_bytes, op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import (
     DeviceBytes,
@@ -244,20 +244,12 @@ class _Search:
 
     def _simulate(self, placement: Placement, state: StateFormat) -> tuple[float, Timeline]:
         """Predicted seconds of the update phase, with gradients and first slots in place when it begins."""
-        plan = build_plan(
-            self.layout,
-            placement,
-            max(1, self.config.offload_num_slots),
-            op_seconds(self.layout, state, self.profile),
-        )
+        seconds = op_seconds(self.layout, state, self.profile)
+        plan = build_plan(self.layout, placement, max(1, self.config.offload_num_slots), seconds)
         ahead = (OpKind.GRAD_FLUSH, OpKind.PREFETCH)
-        backward = sum(
-            op_cost(op.kind, self.layout.subgroups[op.subgroup], state, self.profile, busy=True).seconds
-            for op in plan.ops
-            if op.kind in ahead
-        )
+        backward = sum(seconds(op.kind, op.subgroup) for op in plan.ops if op.kind in ahead)
         run = simulate(plan, self.layout, state, self.profile, backward_seconds=2 * backward, num_ranks=self.num_ranks)
-        return run.timelines[0].update_seconds, run.timelines[0]
+        return run.timeline.update_seconds, run.timeline
 
     def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
         return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots)

@@ -113,4 +113,13 @@ def _cpu_wire(subgroup: Subgroup, state: StateFormat) -> Wire:
 
 def op_seconds(layout: ShardLayout, state: StateFormat, profile: HardwareProfile) -> OpSeconds:
     """The costs that `build_plan` orders copies by: seconds of an operation while the other lanes work."""
-    return lambda kind, i: op_cost(kind, layout.subgroups[i], state, profile, busy=True).seconds
+    known: dict[tuple[int, ...], float] = {}
+
+    def seconds(kind: OpKind, i: int) -> float:
+        subgroup = layout.subgroups[i]
+        key = (id(kind), subgroup.numel, subgroup.param_bytes, subgroup.grad_bytes)
+        if key not in known:
+            known[key] = op_cost(kind, subgroup, state, profile, busy=True).seconds
+        return known[key]
+
+    return seconds

@@ -105,7 +105,7 @@ def _stage(
         forward_seconds=compute.forward,
         backward_seconds=compute.backward,
         other_seconds=total - compute.forward - compute.backward,
-        num_iterations=3,
+        num_iterations=2,
         num_ranks=ranks,
     )
     iteration = run_time.iteration_seconds

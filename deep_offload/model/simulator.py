@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deep_offload.model.cost import StateFormat, op_cost
 from deep_offload.model.hardware import HardwareProfile
@@ -22,7 +22,13 @@ from deep_offload.plan.timeline import Span, Timeline
 MainSeconds = Callable[[OpKind, int], float]
 """Seconds that the training loop spends in an external operation, after its waits."""
 
-_CONTENDING = (Lane.CPU, Lane.H2D, Lane.D2H)
+_LANES = tuple(Lane)
+_CPU, _H2D, _D2H = (_LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.D2H))
+_LANE_NUMBER = {id(lane): number for number, lane in enumerate(_LANES)}
+"""By identity: enum members hash slowly, and there are many operations."""
+
+_Key = int
+"""rank * number of lanes + lane number."""
 
 
 @dataclass(slots=True)
@@ -30,15 +36,15 @@ class _Task:
     """One operation. Speeds are relative to the lane alone; demand is host memory bytes/s at speed 1."""
 
     op: Op
-    rank: int
-    waits_for: int
+    key: _Key
     remaining: float
     demand: float
     least_speed: float
     num_bytes: int
+    waits_for: int = 0
     start: float = -1.0
     end: float = -1.0
-    followers: list[int] = field(default_factory=list)
+    followers: list[_Task] = field(default_factory=list)
 
 
 class SimHost:
@@ -47,96 +53,84 @@ class SimHost:
     def __init__(self, profile: HardwareProfile) -> None:
         self.profile = profile
         self.tasks: list[_Task] = []
-        self.lanes: dict[tuple[int, Lane], deque[int]] = {}
+        self.lanes: dict[_Key, deque[_Task]] = {}
+        self._both = {
+            _CPU: 1.0,
+            _H2D: min(1.0, profile.h2d_both_bytes_per_s / profile.h2d_bytes_per_s),
+            _D2H: min(1.0, profile.d2h_both_bytes_per_s / profile.d2h_bytes_per_s),
+        }
 
     def add(self, task: _Task, after: Sequence[int]) -> int:
-        index = len(self.tasks)
-        self.tasks.append(task)
+        """Queue a task on its lane, behind tasks given by their numbers; returns its number."""
         for other in set(after):
-            self.tasks[other].followers.append(index)
+            self.tasks[other].followers.append(task)
             task.waits_for += 1
-        self.lanes.setdefault((task.rank, task.op.lane), deque()).append(index)
-        return index
+        self.lanes.setdefault(task.key, deque()).append(task)
+        self.tasks.append(task)
+        return len(self.tasks) - 1
 
     def run(self) -> None:
         """Play all tasks; afterwards each has its start and end."""
         now = 0.0
-        running: dict[tuple[int, Lane], _Task] = {}
-        candidates = set(self.lanes)
-        while True:
-            candidates = self._start(candidates, running, now)
-            if not running:
-                break
+        running: dict[_Key, _Task] = {}
+        self._start(sorted(self.lanes), running, now)
+        while running:
             speeds = self._speeds(running)
             step = min(task.remaining / speeds[key] for key, task in running.items())
             now += step
+            woken: list[_Key] = []
             for key, task in list(running.items()):
-                left = task.remaining - step * speeds[key]
-                if left <= 1e-9 * step * speeds[key] or task.remaining / speeds[key] <= step:
+                if task.remaining / speeds[key] <= step * (1 + 1e-12):
                     del running[key]
-                    candidates |= self._finish(key, task, now)
+                    self._finish(task, now, woken)
                 else:
-                    task.remaining = left
+                    task.remaining -= step * speeds[key]
+            self._start(woken, running, now)
         stuck = [task.op.label for task in self.tasks if task.end < 0]
         if stuck:
             raise ValueError(f"the plan cannot go on: {', '.join(stuck[:5])} wait for each other")
 
-    def _start(self, candidates: set[tuple[int, Lane]], running: dict[tuple[int, Lane], _Task], now: float) -> set:
-        """Start what is at the head of its lane and ready; operations without work end at once and ready others."""
-        todo = sorted(candidates, key=lambda key: (key[0], key[1].value))
-        while todo:
-            key = todo.pop(0)
-            queue = self.lanes.get(key)
-            if key in running or not queue or self.tasks[queue[0]].waits_for:
+    def _start(self, woken: list[_Key], running: dict[_Key, _Task], now: float) -> None:
+        """Start what is at the head of its lane and ready; operations without work end at once and wake others."""
+        for key in woken:  # grows while it is walked
+            queue = self.lanes[key]
+            if key in running or not queue or queue[0].waits_for:
                 continue
-            task = self.tasks[queue[0]]
+            task = queue[0]
             task.start = now
             if task.remaining > 0:
                 running[key] = task
             else:
-                todo += sorted(self._finish(key, task, now), key=lambda k: (k[0], k[1].value))
-        return set()
+                self._finish(task, now, woken)
 
-    def _finish(self, key: tuple[int, Lane], task: _Task, now: float) -> set[tuple[int, Lane]]:
+    def _finish(self, task: _Task, now: float, woken: list[_Key]) -> None:
         task.end = now
-        self.lanes[key].popleft()
-        woken = {key}
+        self.lanes[task.key].popleft()
+        woken.append(task.key)
         for follower in task.followers:
-            other = self.tasks[follower]
-            other.waits_for -= 1
-            if not other.waits_for:
-                woken.add((other.rank, other.op.lane))
-        return woken
+            follower.waits_for -= 1
+            if not follower.waits_for:
+                woken.append(follower.key)
 
-    def _speeds(self, running: dict[tuple[int, Lane], _Task]) -> dict[tuple[int, Lane], float]:
+    def _speeds(self, running: dict[_Key, _Task]) -> dict[_Key, float]:
         speeds = dict.fromkeys(running, 1.0)
         contending: dict[int, list[tuple[_Task, float]]] = {}
-        for (rank, lane), task in running.items():
-            if lane in _CONTENDING:
-                most = self._most_speed(lane, (rank, Lane.D2H if lane is Lane.H2D else Lane.H2D) in running)
+        for key, task in running.items():
+            rank, lane = divmod(key, len(_LANES))
+            if lane in self._both:
+                other = key + (_D2H - _H2D if lane == _H2D else _H2D - _D2H)
+                most = self._both[lane] if lane != _CPU and other in running else 1.0
                 contending.setdefault(rank, []).append((task, most))
         wanted = {rank: sum(t.demand * most for t, most in tasks) for rank, tasks in contending.items()}
         given = _fair_parts(wanted, self.profile.dram_bytes_per_s, self.profile.host_dram_bytes_per_s)
         for rank, tasks in contending.items():
-            for (task, _), speed in zip(tasks, _share(tasks, given[rank])):
-                speeds[rank, task.op.lane] = speed
+            for (task, _), speed in zip(tasks, _share(tasks, wanted[rank], given[rank])):
+                speeds[task.key] = speed
         return speeds
 
-    def _most_speed(self, lane: Lane, is_other_direction_busy: bool) -> float:
-        if lane is Lane.CPU or not is_other_direction_busy:
-            return 1.0
-        p = self.profile
-        alone, both = (
-            (p.h2d_bytes_per_s, p.h2d_both_bytes_per_s)
-            if lane is Lane.H2D
-            else (p.d2h_bytes_per_s, p.d2h_both_bytes_per_s)
-        )
-        return min(1.0, both / alone)
 
-
-def _share(tasks: list[tuple[_Task, float]], capacity: float) -> list[float]:
+def _share(tasks: list[tuple[_Task, float]], wanted: float, capacity: float) -> list[float]:
     """Speeds of one rank's contending tasks, given as (task, most speed), within `capacity` bytes/s."""
-    wanted = sum(task.demand * most for task, most in tasks)
     if wanted <= capacity:
         return [most for _, most in tasks]
     least = [min(most, task.least_speed) for task, most in tasks]
@@ -167,20 +161,26 @@ class SimBackend:
         self._layout = layout
         self._state = state
         self._main_seconds = main_seconds
-        self._rank = rank
+        self._first_key = rank * len(_LANES)
+        self._costs: dict[tuple[int, ...], tuple[float, float, float, int]] = {}
 
     def submit(self, op: Op, after: Sequence[int]) -> int:
-        return self._host.add(self._task(op), after)
-
-    def _task(self, op: Op) -> _Task:
+        key = self._first_key + _LANE_NUMBER[id(op.lane)]
         if op.lane is Lane.MAIN:
-            return _Task(op, self._rank, 0, self._main_seconds(op.kind, op.subgroup), 0.0, 1.0, 0)
+            return self._host.add(_Task(op, key, self._main_seconds(op.kind, op.subgroup), 0.0, 1.0, 0), after)
+        return self._host.add(_Task(op, key, *self._cost(op)), after)
+
+    def _cost(self, op: Op) -> tuple[float, float, float, int]:
+        """Seconds alone, host memory demand in bytes/s, least speed, bytes over the link; equal subgroups share it."""
         subgroup = self._layout.subgroups[op.subgroup]
-        cost = op_cost(op.kind, subgroup, self._state, self._host.profile)
-        busy = op_cost(op.kind, subgroup, self._state, self._host.profile, busy=True)
-        demand = cost.dram_bytes / cost.seconds if cost.seconds > 0 else 0.0
-        least = min(1.0, cost.seconds / busy.seconds) if busy.seconds > 0 else 1.0
-        return _Task(op, self._rank, 0, cost.seconds, demand, least, cost.link_bytes)
+        key = (id(op.kind), subgroup.numel, subgroup.param_bytes, subgroup.grad_bytes)
+        if key not in self._costs:
+            cost = op_cost(op.kind, subgroup, self._state, self._host.profile)
+            busy = op_cost(op.kind, subgroup, self._state, self._host.profile, busy=True)
+            demand = cost.dram_bytes / cost.seconds if cost.seconds > 0 else 0.0
+            least = min(1.0, cost.seconds / busy.seconds) if busy.seconds > 0 else 1.0
+            self._costs[key] = (cost.seconds, demand, least, cost.link_bytes)
+        return self._costs[key]
 
 
 def main_seconds(
@@ -216,13 +216,13 @@ def main_seconds(
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The last of several simulated iterations of every rank.
+    """The last of several simulated iterations of one rank.
 
-    timelines: one per rank, seconds since its first operation began; iteration_seconds: from norm to norm, of rank 0,
-    which with a single iteration is the time from the start to the end of the last operation.
+    timeline: seconds since its first operation began; iteration_seconds: from norm to norm, or with a single iteration
+    from the start to the end of the last operation.
     """
 
-    timelines: tuple[Timeline, ...]
+    timeline: Timeline
     iteration_seconds: float
 
 
@@ -243,7 +243,8 @@ def simulate(
     forward_seconds: of the first micro-batch, which waits for parameters; backward_seconds: of the last one, which
     makes gradients final; other_seconds: compute between the two.
     """
-    host = SimHost(profile)
+    # Equal ranks always get equal parts of the host's memory, so one of them stands for all.
+    host = SimHost(replace(profile, host_dram_bytes_per_s=profile.rank_dram_bytes_per_s(num_ranks)))
     main = main_seconds(
         layout,
         profile,
@@ -251,17 +252,16 @@ def simulate(
         backward_seconds=backward_seconds,
         other_seconds=other_seconds,
     )
-    runs: list[list[PlanRun]] = [
-        _submit(plan, SimBackend(host, layout, state, main, rank), num_iterations) for rank in range(num_ranks)
-    ]
+    runs = submit_iterations(plan, SimBackend(host, layout, state, main), num_iterations)
     host.run()
-    timelines = tuple(_timeline(host, per_rank[-1]) for per_rank in runs)
-    norms = [_norm_end(host, run) for run in runs[0]]
-    seconds = norms[-1] - norms[-2] if num_iterations > 1 else max((s.end for s in timelines[0].spans), default=0.0)
-    return Simulation(timelines, seconds)
+    timeline = timeline_of(host, runs[-1])
+    norms = [_norm_end(host, run) for run in runs]
+    seconds = norms[-1] - norms[-2] if num_iterations > 1 else max((s.end for s in timeline.spans), default=0.0)
+    return Simulation(timeline, seconds)
 
 
-def _submit(plan: Plan, backend: SimBackend, num_iterations: int) -> list[PlanRun]:
+def submit_iterations(plan: Plan, backend: SimBackend, num_iterations: int) -> list[PlanRun]:
+    """Hand iterations to a backend, every external operation fired at its turn. `SimHost.run` then plays them."""
     runs: list[PlanRun] = []
     for _ in range(num_iterations):
         run = PlanRun(plan, backend, runs[-1] if runs else None)
@@ -277,7 +277,8 @@ def _norm_end(host: SimHost, run: PlanRun) -> float:
     return next(host.tasks[i].end for i in run.completions if host.tasks[i].op.kind is OpKind.NORM_READY)
 
 
-def _timeline(host: SimHost, run: PlanRun) -> Timeline:
+def timeline_of(host: SimHost, run: PlanRun) -> Timeline:
+    """What a played run did; times count from the start of its first operation."""
     tasks = [host.tasks[i] for i in run.completions]
     origin = min((task.start for task in tasks), default=0.0)
     return Timeline(tuple(Span(t.op, t.start - origin, t.end - origin, t.num_bytes) for t in tasks))

@@ -1,0 +1,209 @@
+"""`python -m deep_offload plan | calibrate | show-plan`. Only `calibrate` imports torch.
+
+Exit code 0: done, and the planned run fits. 2: wrong arguments, or it does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from deep_offload import cli_plan
+from deep_offload.config import OffloadConfig
+from deep_offload.model.cost import StateFormat, op_seconds
+from deep_offload.model.gpt import NAMED_SHAPES
+from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file, planning_profile
+from deep_offload.model.simulator import simulate
+from deep_offload.plan.check import check_plan
+from deep_offload.plan.draw import draw_lanes, trace_to_json
+from deep_offload.plan.layout import ShardSpec, build_layout
+from deep_offload.plan.placement import place_by_share, place_by_stride
+from deep_offload.plan.planner import build_plan
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flag when one is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            flag = message[len(prefix) :].split()[0].split("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(flag, known, 1)
+            message = f"{flag} is unknown" + (f", did you mean {near[0]}?" if near else "") + " (--help lists all)"
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command; returns the exit code."""
+    parser = _build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        arguments.parser.error("unrecognized arguments: " + " ".join(rest))
+    try:
+        return arguments.run(arguments)
+    except ValueError as error:
+        print(f"{arguments.parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m deep_offload", description="Plan runs, measure this machine, look at plans.")
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    plan = commands.add_parser("plan", help="bytes and times of a run before it starts, and its alternatives")
+    _add_plan_flags(plan)
+    plan.set_defaults(run=_plan, parser=plan)
+    calibrate = commands.add_parser("calibrate", help="measure this machine and keep its profile")
+    calibrate.add_argument("--threads", type=int, help="threads of the CPU update; not given: as training chooses")
+    calibrate.add_argument("--output", type=Path, help="also write the profile to this file")
+    calibrate.add_argument("--use-cpu", action="store_true", help="measure the CPU as the device despite a GPU")
+    calibrate.set_defaults(run=_calibrate, parser=calibrate)
+    show = commands.add_parser("show-plan", help="the operations of one update, drawn as a simulation plays them")
+    _add_show_flags(show)
+    show.set_defaults(run=_show_plan, parser=show)
+    return parser
+
+
+def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help=f"a known shape: {', '.join(NAMED_SHAPES)}; or give the sizes below")
+    for flag in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups"):
+        add(f"--{flag}", type=int)
+    add("--kv-channels", type=int)
+    add("--vocab-size", type=int, help="rows of the embedding, padded here")
+    add("--tie-embeddings", action="store_true", help="the output layer shares the embedding's weights")
+    add("--gpus", default="1", help="number of GPUs; auto: the fewest that fit")
+    add("--tensor-model-parallel-size", type=int, help="not given: the least that fits")
+    add("--pipeline-model-parallel-size", type=int, help="not given: the least that fits")
+    add("--seq-length", type=int, default=2048)
+    add("--micro-batch-size", type=int, default=1)
+    add("--global-batch-size", type=int, help="not given: one micro-batch per data-parallel rank")
+    add("--grad-buffer", choices=("bf16", "fp32"), default="bf16", help="type of DDP's gradient buffer")
+    add("--recompute", choices=("none", "selective", "full"), help="not given: none, or full where only that fits")
+    add("--profile", help=f"a JSON file or one of {', '.join(BUILT_IN_PROFILES)}; not given: measured before, or h200")
+    add("--tokens", type=float, help="token budget of the whole training, such as 1e11")
+    add("--largest", action="store_true", help="how many layers of this shape fit on the GPUs")
+    add("--no-alternatives", action="store_true", help="only the run itself")
+    _add_offload_flags(parser)
+
+
+def _add_offload_flags(parser: argparse.ArgumentParser) -> None:
+    """The engine's flags, with the meaning that pretrain_gpt.py gives them."""
+    add = parser.add_argument
+    add("--offload-gpu-share", type=_auto(float), default="auto")
+    add("--offload-stride", type=_auto(int, "none"), default="auto")
+    add("--offload-resident-fraction", type=_auto(float), default="auto")
+    add("--offload-subgroup-numel", type=_auto(int), default="auto")
+    add("--offload-num-slots", type=int, default=4)
+    add("--offload-grad-wire", default="auto")
+    add("--offload-split-master", default="auto")
+    add("--offload-device-budget-gib", type=float)
+    add("--offload-host-budget-gib", type=float)
+
+
+def _auto(kind: type, *words: str):  # noqa: ANN202 - argparse wants a callable with a name
+    def parse(text: str) -> object:
+        return text if text in ("auto", *words) else kind(text)
+
+    parse.__name__ = f"{kind.__name__} or auto"
+    return parse
+
+
+def offload_config(arguments: argparse.Namespace) -> OffloadConfig:
+    """The settings that the command line gives. Raises ValueError for nonsense."""
+    names = [name for name in vars(arguments) if name.startswith("offload_")]
+    return OffloadConfig(interleaved_offload=True, **{name: getattr(arguments, name) for name in names})
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    profile, note = planning_profile(arguments.profile)
+    print(note)
+    request = cli_plan.request_from(arguments, offload_config(arguments), profile)
+    lines, fits = cli_plan.answer(request)
+    print("\n".join(lines))
+    return 0 if fits else 2
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    import torch  # heavy, and this command alone needs it
+
+    from deep_offload.model.hardware import profile_to_json
+    from deep_offload.runtime.limits import cpu_update_threads, read_host_limits
+    from deep_offload.runtime.measure import fingerprint, profile_for_run
+
+    use_gpu = torch.cuda.is_available() and not arguments.use_cpu
+    device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+    threads = arguments.threads
+    if threads is None:
+        threads = cpu_update_threads(read_host_limits().cores, 1, use_gpu)
+    elif threads < 1:
+        raise ValueError(f"--threads is {threads}, it must be at least 1")
+    profile = profile_for_run(None, device, threads, remeasure=True, log=print)
+    text = profile_to_json(profile)
+    print(text, end="")
+    if arguments.output is not None:
+        arguments.output.write_text(text)
+    print(f"training on this machine finds it in {cache_file(fingerprint(device, threads))}")
+    return 0
+
+
+def _add_show_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--subgroups", type=int, default=16)
+    add("--subgroup-numel", type=int, default=1 << 26, help="elements of each subgroup")
+    add("--gpu-share", type=float, default=0.5)
+    add("--stride", type=int, help="every K-th subgroup on the GPU, instead of --gpu-share")
+    add("--resident-fraction", type=float, default=0.0)
+    add("--slots", type=int, default=4)
+    add("--split-master", action="store_true", help="10 bytes a streamed parameter each way instead of 12")
+    add("--fp32-gradients", action="store_true", help="fp32 gradient buffer instead of a 16-bit one")
+    add("--forward-ms", type=float, default=0.0, help="compute of the forward pass")
+    add("--backward-ms", type=float, default=100.0, help="compute of the backward pass")
+    add("--profile", help=f"a JSON file or one of {', '.join(BUILT_IN_PROFILES)}")
+    add("--ops", action="store_true", help="print every operation with what it waits for")
+    add("--trace", type=Path, help="write a Chrome/Perfetto trace to this file")
+    add("--width", type=int, default=100, help="characters of a lane")
+
+
+def _show_plan(arguments: argparse.Namespace) -> int:
+    if arguments.subgroups < 1 or arguments.subgroup_numel < 1 or arguments.width < 10:
+        raise ValueError("--subgroups and --subgroup-numel must be at least 1, and --width at least 10")
+    OffloadConfig(offload_gpu_share=arguments.gpu_share, offload_resident_fraction=arguments.resident_fraction)
+    profile, note = planning_profile(arguments.profile)
+    state = StateFormat(arguments.split_master, "fp32" if arguments.fp32_gradients else "param")
+    shard = ShardSpec(arguments.subgroups * arguments.subgroup_numel, 2, 4 if arguments.fp32_gradients else 2)
+    layout = build_layout([shard], arguments.subgroup_numel)
+    num = len(layout.subgroups)
+    if arguments.stride is None:
+        placement = place_by_share(num, arguments.gpu_share, arguments.resident_fraction)
+    else:
+        OffloadConfig(offload_stride=arguments.stride)
+        placement = place_by_stride(num, arguments.stride, arguments.resident_fraction)
+    plan = build_plan(layout, placement, arguments.slots, op_seconds(layout, state, profile))
+    check_plan(plan)
+    played = simulate(
+        plan,
+        layout,
+        state,
+        profile,
+        forward_seconds=arguments.forward_ms / 1e3,
+        backward_seconds=arguments.backward_ms / 1e3,
+        num_iterations=3,
+    )
+    if arguments.ops:
+        print(plan)
+    print(note)
+    print(draw_lanes(played.timeline, arguments.width))
+    seconds = played.timeline.update_seconds
+    rate = layout.numel / seconds / 1e9 if seconds > 0 else 0.0
+    print(
+        f"update {1e3 * seconds:.1f} ms, {rate:.2f} G parameters/s, iteration {1e3 * played.iteration_seconds:.1f} ms"
+    )
+    if arguments.trace is not None:
+        arguments.trace.write_text(trace_to_json({"simulated": played.timeline}))
+        print(f"trace: {arguments.trace}")
+    return 0

@@ -1,0 +1,167 @@
+"""Questions before a run: which strategy, which parallel layout, how many GPUs, how large a model. Standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from deep_offload.config import OffloadConfig
+from deep_offload.model.dry_run import GPU_MEMORY_SHARE, Forecast, forecast
+from deep_offload.model.gpt import GPTShape, ParallelShape
+from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.run import RecomputeShape, RunShape, model_bytes
+
+STATE_BYTES_PER_PARAM = 12
+"""fp32 master and two moments, as a checkpoint holds them whatever their storage in memory."""
+
+STRATEGIES: tuple[tuple[str, dict[str, object]], ...] = (
+    ("chosen by the model", {}),
+    ("all on the CPU (ZeRO-Offload style)", {"offload_gpu_share": 0.0, "offload_resident_fraction": 0.0}),
+    ("half resident, rest on the CPU (TwinFlow style)", {"offload_gpu_share": 0.0, "offload_resident_fraction": 0.5}),
+    ("stride 2 (Deep Optimizer States style)", {"offload_stride": 2, "offload_resident_fraction": 0.0}),
+    ("stride 3", {"offload_stride": 3, "offload_resident_fraction": 0.0}),
+    ("stride 4", {"offload_stride": 4, "offload_resident_fraction": 0.0}),
+    ("all streamed to the GPU", {"offload_gpu_share": 1.0, "offload_resident_fraction": 0.0}),
+    ("no offload", {"interleaved_offload": False, "offload_resident_fraction": 1.0}),
+)
+"""Known ways to place state, as settings of one engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """One strategy's forecast; problem: why it does not fit, or empty. result is None when no placement exists."""
+
+    name: str
+    result: Forecast | None
+    problem: str
+
+
+def alternatives(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
+    """Forecast every strategy on the same run."""
+    return tuple(_alternative(name, run, _with(config, changes), profile) for name, changes in STRATEGIES)
+
+
+def _with(config: OffloadConfig, changes: dict[str, object]) -> OffloadConfig:
+    if not changes:
+        return config
+    return replace(config, **{"offload_gpu_share": "auto", "offload_stride": "auto", **changes})  # type: ignore[arg-type]
+
+
+def _alternative(name: str, run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> Alternative:
+    try:
+        result = forecast(run, config, profile)
+    except ValueError as error:
+        return Alternative(name, None, str(error))
+    return Alternative(name, result, "; ".join(result.problems))
+
+
+def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile) -> Iterator[RunShape]:
+    """The run on `num_gpus`, cut in every allowed way: least recomputation and model parallelism first.
+
+    Tensor parallelism stays inside a host; the global batch keeps its micro-batches per data-parallel rank.
+    """
+    per_host = max(1, min(num_gpus, profile.num_gpus))
+    shape = run.model
+    recomputes = [run.recompute]
+    if run.recompute.granularity != "full":
+        recomputes.append(RecomputeShape(granularity="full", method="uniform"))
+    cuts = sorted(
+        ((tensor, pipeline) for tensor in (1, 2, 4, 8) for pipeline in (1, 2, 4, 8, 16)),
+        key=lambda cut: (cut[0] * cut[1], cut[1]),
+    )
+    for tensor, pipeline in cuts:
+        if tensor > per_host or num_gpus % (tensor * pipeline):
+            continue
+        parallel = replace(run.parallel, tensor=tensor, pipeline=pipeline, data=num_gpus // (tensor * pipeline))
+        try:
+            parallel.check(shape)
+        except ValueError:
+            continue
+        for recompute in recomputes:
+            batch = run.num_micro_batches * run.micro_batch_size * parallel.data
+            yield replace(run, parallel=parallel, recompute=recompute, global_batch_size=batch)
+
+
+def first_fitting(run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile) -> RunShape | None:
+    """The first layout of the run on `num_gpus` that fits GPU and host memory, or None."""
+    return next((cut for cut in layouts(run, num_gpus, profile) if fits(cut, config, profile)), None)
+
+
+def fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
+    """Whether the run fits with its settings; where the share is free, with everything streamed (least host bytes)."""
+    usable = GPU_MEMORY_SHARE * profile.gpu_memory_bytes
+    if profile.gpu_memory_bytes and any(model_bytes(run, r).total > usable for r in range(run.parallel.pipeline)):
+        return False  # cheap: no placement can help
+    if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
+        config = replace(config, offload_gpu_share=1.0)
+    try:
+        return not forecast(run, config, profile).problems
+    except ValueError:
+        return False
+
+
+def fewest_gpus(run: RunShape, config: OffloadConfig, profile: HardwareProfile, most: int = 1024) -> RunShape | None:
+    """The run on the smallest power of two of GPUs on which it fits, or None up to `most`."""
+    count = 1
+    while count <= most:
+        found = first_fitting(run, count, config, profile)
+        if found is not None:
+            return found
+        count *= 2
+    return None
+
+
+def largest_model(run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile) -> RunShape | None:
+    """The run's model with as many layers as fit on `num_gpus`, or None if not even one does."""
+
+    def with_layers(layers: int) -> RunShape | None:
+        shape: GPTShape = replace(run.model, num_layers=layers)
+        return first_fitting(replace(run, model=shape), num_gpus, config, profile)
+
+    best, low, high = None, 0, 8
+    while (found := with_layers(high)) is not None and high < 4096:
+        best, low, high = found, high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = with_layers(middle)
+        best, low, high = (found, middle, high) if found is not None else (best, low, middle)
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a number of tokens costs."""
+
+    iterations: int
+    days: float
+    gpu_hours: float
+
+
+def token_budget(result: Forecast, num_tokens: float) -> Budget:
+    """Iterations, days and GPU-hours of training on `num_tokens` tokens at the forecast's pace."""
+    per_iteration = result.run.global_batch_size * result.run.seq_length
+    iterations = -(-round(num_tokens) // per_iteration)
+    seconds = iterations * result.iteration_seconds
+    return Budget(iterations, seconds / 86400, seconds / 3600 * result.run.parallel.world_size)
+
+
+def save_seconds(result: Forecast) -> float | None:
+    """Seconds to write a checkpoint with all hosts at once; None when the disk's rate is not known."""
+    rate = result.profile.disk_write_bytes_per_s
+    if rate == 0:
+        return None
+    run = result.run
+    num_hosts = -(-run.parallel.world_size // result.ranks_per_host)
+    return run.model.num_params * (run.param_bytes + STATE_BYTES_PER_PARAM) / rate / num_hosts
+
+
+def single_gpu_run(shape: GPTShape, seq_length: int = 2048) -> RunShape:
+    """A bf16 run of this shape on one GPU with 16-bit gradients: the start of a search."""
+    return RunShape(
+        model=shape,
+        parallel=ParallelShape(),
+        seq_length=seq_length,
+        micro_batch_size=1,
+        global_batch_size=1,
+        grad_bytes=2,
+    )
