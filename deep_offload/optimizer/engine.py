@@ -185,22 +185,27 @@ class OffloadEngine:
         """Bytes of resident state and staging slots on the device."""
         return self._device_state.num_bytes
 
-    def read_state(self, i: int) -> dict[str, torch.Tensor]:
-        """fp32 master, exp_avg and exp_avg_sq [numel] of subgroup i. Call `synchronize` first.
+    def read_state(self, i: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
+        """fp32 master, exp_avg and exp_avg_sq of elements [start, end) of subgroup i. Call `synchronize` first.
 
         Tensors may be views of the engine's own: read them before the next update and do not write.
         """
+        piece = slice(start, self.layout.subgroups[i].numel if end is None else end)
         arrays = self._home(i)
-        state = {EXP_AVG: arrays[EXP_AVG], EXP_AVG_SQ: arrays[EXP_AVG_SQ]}
+        state = {EXP_AVG: arrays[EXP_AVG][piece], EXP_AVG_SQ: arrays[EXP_AVG_SQ][piece]}
         match self._storage(i):
             case MasterStorage.FULL:
-                state[MASTER] = arrays[MASTER]
+                state[MASTER] = arrays[MASTER][piece]
             case MasterStorage.SPLIT:
-                low = arrays[MASTER]
-                state[MASTER] = reference.merge_master(self._buffers.weights[i].to(low.device), low)
+                low = arrays[MASTER][piece]
+                state[MASTER] = reference.merge_master(self._buffers.weights[i][piece].to(low.device), low)
             case MasterStorage.WEIGHT:
-                state[MASTER] = self._buffers.weights[i]
+                state[MASTER] = self._buffers.weights[i][piece]
         return state
+
+    def read_weight(self, i: int, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of subgroup i in the parameter buffer: a view in its type, on the device."""
+        return self._buffers.weights[i][start:end]
 
     def write_state(self, i: int, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements from `start` of one state of subgroup i with fp32 values; a master also sets its weights."""

@@ -18,6 +18,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from deep_offload.kernels.scalars import AdamClass
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
+from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, combine, digest_entry
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
@@ -254,6 +255,31 @@ class DeepOffloadOptimizer(MegatronOptimizer):
                         low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
                         at = piece.param_start + low - piece.shard_start
                         self._engine.write_state(s.index, name, low - s.start, full[at : at + high - low])
+        self._is_settled = False
+
+    @property
+    def param_state(self) -> ParamState:
+        """This rank's own ranges of weights and state, for checkpoints. Call `synchronize` first."""
+        return ParamState(self._buffers, self._engine)
+
+    @property
+    def num_steps(self) -> int:
+        """Updates so far, which Adam's bias correction counts."""
+        return self._step
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        """The loss scaler's numbers; None without one."""
+        return None if self._scaler is None else self._scaler.state_dict()
+
+    def resume(self, num_steps: int, scaler_state: dict[str, Any] | None) -> None:
+        """After `param_state` was written: go on after `num_steps` updates; all ranks then gather the new weights."""
+        self._step = num_steps
+        if self._scaler is not None and scaler_state:
+            # Not its own load_state_dict, which calls for a GPU.
+            self._scaler._scale = torch.as_tensor(scaler_state["scale"], dtype=torch.float32).to(self._device)
+            if "growth_tracker" in scaler_state:
+                self._scaler._growth_tracker = int(scaler_state["growth_tracker"])
+                self._scaler._hysteresis_tracker = int(scaler_state["hysteresis_tracker"])
         self._is_settled = False
 
     def _by_shard(self, state: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
