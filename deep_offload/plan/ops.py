@@ -100,7 +100,9 @@ def parse_op(text: str) -> Op:
     try:
         kind = OpKind(match["kind"])
     except ValueError as error:
-        raise ValueError(f"{match['kind']!r} is no kind of operation, allowed are {[k.value for k in OpKind]}") from error
+        raise ValueError(
+            f"{match['kind']!r} is no kind of operation, allowed are {[k.value for k in OpKind]}"
+        ) from error
     if match["lane"] != LANE_OF[kind].value:
         raise ValueError(f"{text!r} names lane {match['lane']}, but {kind.value} runs on {LANE_OF[kind].value}")
     return Op(

@@ -25,9 +25,7 @@ def default_seconds(layout: ShardLayout) -> OpSeconds:
     return lambda kind, i: per_param[kind] * layout.subgroups[i].numel * 1e-11
 
 
-def build_plan(
-    layout: ShardLayout, placement: Placement, num_slots: int, seconds: OpSeconds | None = None
-) -> Plan:
+def build_plan(layout: ShardLayout, placement: Placement, num_slots: int, seconds: OpSeconds | None = None) -> Plan:
     """Order one iteration: gradients down during backward, then all lanes at once, then what the next forward waits for.
 
     layout: the rank's subgroups in forward order; placement: one Place each; num_slots: staging slots on the GPU.

@@ -35,9 +35,7 @@ class HostArena:
     registered with CUDA in chunks that no array crosses; if that fails the arena stays pageable, with one warning.
     """
 
-    def __init__(
-        self, specs: Sequence[ArraySpec], *, pin: bool, num_threads: int, warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, specs: Sequence[ArraySpec], *, pin: bool, num_threads: int, warn: Callable[[str], None]) -> None:
         self._specs = tuple(specs)
         self.num_bytes = sum(s.num_bytes for s in specs)
         self.is_pinned = False

@@ -26,7 +26,9 @@ class HostLimits:
     cores: int
 
 
-def read_host_limits(cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")) -> HostLimits:
+def read_host_limits(
+    cgroup_root: Path = Path("/sys/fs/cgroup"), self_cgroup: Path = Path("/proc/self/cgroup")
+) -> HostLimits:
     """Read the limits of this process. The paths are arguments so that tests can give files of their own."""
     available, source = _cgroup_available(cgroup_root, self_cgroup)
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)

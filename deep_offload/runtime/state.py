@@ -35,9 +35,7 @@ class StatePlan:
         wire = self.wire_dtype if subgroup.grad_bytes == 2 else torch.float32
         split = self.storage(subgroup) is MasterStorage.SPLIT
         place = self.placement[subgroup.index]
-        return [
-            (f, self._dtype(f, subgroup, wire)) for f in host_fields(place, subgroup, split, wire.itemsize)
-        ]
+        return [(f, self._dtype(f, subgroup, wire)) for f in host_fields(place, subgroup, split, wire.itemsize)]
 
     def _dtype(self, field: Field, subgroup: Subgroup, wire: torch.dtype) -> torch.dtype:
         if field.name == GRAD:
@@ -51,7 +49,11 @@ class HostState:
     """Owns the pinned arrays of all offloaded subgroups; `arrays[i]` are views, valid until `close`."""
 
     def __init__(self, plan: StatePlan, *, pin: bool, num_threads: int, warn: Callable[[str], None]) -> None:
-        wanted = [(s.index, f.name, ArraySpec(s.numel, dtype)) for s in plan.layout.subgroups for f, dtype in plan.host_arrays(s)]
+        wanted = [
+            (s.index, f.name, ArraySpec(s.numel, dtype))
+            for s in plan.layout.subgroups
+            for f, dtype in plan.host_arrays(s)
+        ]
         self._arena = HostArena([spec for _, _, spec in wanted], pin=pin, num_threads=num_threads, warn=warn)
         self.arrays: list[Arrays] = [{} for _ in plan.layout.subgroups]
         for (index, name, _), array in zip(wanted, self._arena.arrays, strict=True):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.kernels import reference
 from deep_offload.plan.layout import MasterStorage
-from deep_offload.plan.ops import Op, OpKind, Place
+from deep_offload.plan.ops import Op, OpKind
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, WEIGHT_OUT
 from deep_offload.runtime.lanes import Handler
 from deep_offload.runtime.state import Arrays, DeviceState, HostState, StatePlan
