@@ -244,11 +244,16 @@ class TrainingConfig:
 
     def with_vocab(self, vocab_size: int) -> TrainingConfig:
         """Return the same settings with `data.padded_vocab_size` for a tokenizer of `vocab_size` ids."""
-        padded = self.data.padded_vocab_size
-        if padded is None:
-            padded = self.model.padded_vocab_size(vocab_size, self.parallel.tensor_model_parallel_size)
+        padded, rows = self.data.padded_vocab_size, self.data.unpadded_vocab_size or vocab_size
         require(
-            padded >= vocab_size,
-            f"--padded-vocab-size {padded} is less than the tokenizer's {vocab_size} ids: raise it",
+            rows >= vocab_size,
+            f"--unpadded-vocab-size {rows} is less than the tokenizer's {vocab_size} ids: it is not the "
+            "tokenizer of these weights, or raise the number",
+        )
+        if padded is None:
+            padded = self.model.padded_vocab_size(rows, self.parallel.tensor_model_parallel_size)
+        require(
+            padded >= rows,
+            f"--padded-vocab-size {padded} is less than the tokenizer's {vocab_size} ids or --unpadded-vocab-size: raise it",
         )
         return replace(self, data=replace(self.data, padded_vocab_size=padded))

@@ -81,7 +81,16 @@ class ModelConfig:
     """Scale the rotary frequencies as Llama 3.1 does."""
 
     rope_scaling_factor: float = 8.0
-    """Factor of --use-rope-scaling."""
+    """Factor of --use-rope-scaling: long wavelengths become this many times longer."""
+
+    rope_scaling_low_freq_factor: float = 1.0
+    """--use-rope-scaling lengthens wavelengths beyond the original maximum position over this number."""
+
+    rope_scaling_high_freq_factor: float = 4.0
+    """--use-rope-scaling leaves wavelengths below the original maximum position over this number alone."""
+
+    rope_scaling_original_max_position_embeddings: int = 8192
+    """Longest sequence of the model before --use-rope-scaling."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm."""
@@ -97,6 +106,15 @@ class ModelConfig:
 
     squared_relu: bool = False
     """MLP with squared ReLU instead of GELU."""
+
+    openai_gelu: bool = False
+    """MLP with GELU's tanh approximation, on every device."""
+
+    bias_gelu_fusion: bool = True
+    """On GPUs, GELU is fused with its bias, as in Megatron: in its tanh approximation. Off: exact GELU everywhere."""
+
+    parallel_residual: bool = False
+    """Attention and MLP read the same input and are added to it together, as in GPT-NeoX."""
 
     add_bias_linear: bool = True
     """Give linear layers a bias."""
@@ -164,7 +182,13 @@ class ModelConfig:
             f"--num-attention-heads {self.num_attention_heads} is not a multiple of --num-query-groups "
             f"{self.num_query_groups}: change one of them",
         )
-        require(not (self.swiglu and self.squared_relu), "--swiglu and --squared-relu exclude each other: give one")
+        activations = (
+            ("--swiglu", self.swiglu),
+            ("--squared-relu", self.squared_relu),
+            ("--openai-gelu", self.openai_gelu),
+        )
+        chosen = [flag for flag, is_on in activations if is_on]
+        require(len(chosen) <= 1, f"{' and '.join(chosen)} exclude each other: give one")
         for name in ("rotary_percent", "attention_dropout", "hidden_dropout"):
             value = getattr(self, name)
             flag = "--" + name.replace("_", "-")
@@ -175,9 +199,20 @@ class ModelConfig:
             "make_vocab_size_divisible_by",
             "norm_epsilon",
             "rope_scaling_factor",
+            "rope_scaling_low_freq_factor",
+            "rope_scaling_original_max_position_embeddings",
         )
         for name in names:
             require_positive("--" + name.replace("_", "-"), getattr(self, name))
+        require(
+            self.rope_scaling_high_freq_factor > self.rope_scaling_low_freq_factor,
+            f"--rope-scaling-high-freq-factor {self.rope_scaling_high_freq_factor} is not more than "
+            f"--rope-scaling-low-freq-factor {self.rope_scaling_low_freq_factor}: raise it",
+        )
+        require(
+            not self.parallel_residual or self.transformer_impl == "local",
+            "--parallel-residual is built for the local layers only: use --transformer-impl local",
+        )
 
     def padded_vocab_size(self, vocab_size: int, tensor_model_parallel_size: int) -> int:
         """Return the rows of the embedding for a tokenizer of `vocab_size` entries."""

@@ -62,6 +62,9 @@ class DataConfig:
     padded_vocab_size: int | None = None
     """Rows of the embedding. Not given: the vocabulary padded to --make-vocab-size-divisible-by times TP."""
 
+    unpadded_vocab_size: int | None = None
+    """Rows that are no padding: logits of the others are masked out of the loss. Not given: all, as in Megatron."""
+
     vocab_file: str | None = None
     """vocab.json of a GPT-2 style tokenizer."""
 
@@ -115,7 +118,7 @@ class DataConfig:
             f"--tokenizer-type {self.tokenizer_type} is not built here, allowed are {', '.join(TOKENIZER_TYPES)}",
         )
         require(self.num_workers >= 0, f"--num-workers is {self.num_workers}, it must be 0 or more")
-        for name in ("vocab_size", "padded_vocab_size"):
+        for name in ("vocab_size", "padded_vocab_size", "unpadded_vocab_size"):
             if getattr(self, name) is not None:
                 require_positive("--" + name.replace("_", "-"), getattr(self, name))
 

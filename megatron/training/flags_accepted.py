@@ -17,7 +17,6 @@ _GROUPS: tuple[tuple[str, dict[str, int | str]], ...] = (
         "elementwise functions are fused where the device and its compiler can, which changes no more than rounding",
         {
             "--no-bias-swiglu-fusion": 0,
-            "--no-bias-gelu-fusion": 0,
             "--no-bias-dropout-fusion": 0,
             "--no-rope-fusion": 0,
             "--cross-entropy-loss-fusion": 0,

@@ -53,7 +53,6 @@ REFUSED: dict[str, str] = {
     "--yaml-cfg": "settings come from flags only: write them as flags",
     "--non-persistent-save-interval": "it is not built here: use --save-interval with --keep-last",
     "--use-mp-args-from-checkpoint-args": "a checkpoint loads under any layout: give the layout as flags",
-    "--openai-gelu": "it is not built here: the MLP is GELU, --swiglu or --squared-relu",
     "--quick-geglu": "it is not built here: the MLP is GELU, --swiglu or --squared-relu",
     "--no-rope-freq": "every layer rotates or none does: use --position-embedding-type",
     "--window-attn-skip-freq": "every layer has the same window: drop it",

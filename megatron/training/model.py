@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,6 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.attention import SDPAttention
 from megatron.training.config import DtypeName, TrainingConfig
 from megatron.training.norm import Norm
+from megatron.training.parallel_residual import ParallelResidualLayer
+from megatron.training.rope import Llama3Scaling, scale_rotary
 
 TORCH_DTYPES: dict[DtypeName, torch.dtype] = {
     "fp32": torch.float32,
@@ -40,7 +43,7 @@ def build_model(config: TrainingConfig, device: torch.device) -> list[Distribute
     """
     transformer = transformer_config(config, device)
     stages = config.virtual_pipeline_model_parallel_size
-    chunks = [_build_chunk(config, transformer, device, vp_stage) for vp_stage in (range(stages) if stages else [None])]
+    chunks = [build_chunk(config, transformer, device, vp_stage) for vp_stage in (range(stages) if stages else [None])]
     ddp = _ddp_config(config, sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters()))
     return [
         # Later chunks reduce in one piece: their communication is off the critical path of the interleaved schedule.
@@ -55,7 +58,9 @@ def transformer_config(config: TrainingConfig, device: torch.device) -> Transfor
     on_gpu = device.type == "cuda"
     dtype = TORCH_DTYPES[precision.params_dtype]
     fuse = on_gpu and _can_compile()
-    activation = F.silu if model.swiglu else squared_relu if model.squared_relu else F.gelu
+    activation = _activation(config)
+    # megatron-core's fused GELU is the tanh approximation.
+    fuses_gelu = activation is F.gelu and model.bias_gelu_fusion and model.add_bias_linear
     options: dict[str, object] = {}
     if parallel.microbatch_group_size_per_vp_stage is not None:
         options["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
@@ -103,7 +108,7 @@ def transformer_config(config: TrainingConfig, device: torch.device) -> Transfor
         recompute_num_layers=recompute.recompute_num_layers,
         recompute_modules=list(recompute.recompute_modules),
         distribute_saved_activations=recompute.distribute_saved_activations,
-        bias_activation_fusion=fuse and not model.squared_relu,
+        bias_activation_fusion=fuse and (model.swiglu or fuses_gelu),
         # Compiled sums (the gradient of a bias) may be tuned differently in each process.
         bias_dropout_fusion=fuse and not config.lifecycle.deterministic_mode,
         masked_softmax_fusion=False,  # the attention here has no separate softmax
@@ -114,6 +119,14 @@ def transformer_config(config: TrainingConfig, device: torch.device) -> Transfor
         **_pipeline_options(config, on_gpu),
         **options,
     )
+
+
+def _activation(config: TrainingConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.model.swiglu:
+        return F.silu
+    if config.model.squared_relu:
+        return squared_relu
+    return tanh_gelu if config.model.openai_gelu else F.gelu
 
 
 def _pipeline_options(config: TrainingConfig, on_gpu: bool) -> dict[str, bool]:
@@ -133,9 +146,10 @@ def _pipeline_options(config: TrainingConfig, on_gpu: bool) -> dict[str, bool]:
     }
 
 
-def _build_chunk(
-    config: TrainingConfig, transformer: TransformerConfig, device: torch.device, vp_stage: int | None
+def build_chunk(
+    config: TrainingConfig, transformer: TransformerConfig, device: torch.device, vp_stage: int | None = None
 ) -> torch.nn.Module:
+    """Return one model chunk of this rank on `device`, not yet wrapped for data parallelism."""
     model = config.model
     if config.data.padded_vocab_size is None:
         raise AssertionError("the vocabulary size must be known: TrainingConfig.with_vocab")
@@ -151,12 +165,43 @@ def _build_chunk(
         position_embedding_type=model.position_embedding_type,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,
-        rope_scaling=model.use_rope_scaling,
-        rope_scaling_factor=model.rope_scaling_factor,
         seq_len_interpolation_factor=model.rotary_seq_len_interpolation_factor,
         vp_stage=vp_stage,
     ).to(device)
+    if model.use_rope_scaling and model.position_embedding_type == "rope":
+        scale_rotary(chunk.rotary_pos_emb, _rope_scaling(config))
+    if chunk.post_process and config.data.unpadded_vocab_size is not None:
+        mask_vocabulary_padding(chunk, config.data.unpadded_vocab_size)
     return chunk if config.precision.params_dtype == "fp32" else Float16Module(transformer, chunk)
+
+
+def _rope_scaling(config: TrainingConfig) -> Llama3Scaling:
+    model = config.model
+    return Llama3Scaling(
+        factor=model.rope_scaling_factor,
+        low_freq_factor=model.rope_scaling_low_freq_factor,
+        high_freq_factor=model.rope_scaling_high_freq_factor,
+        original_max_positions=model.rope_scaling_original_max_position_embeddings,
+    )
+
+
+def mask_vocabulary_padding(chunk: GPTModel, num_rows: int) -> None:
+    """Make the logits of the rows from `num_rows` on minus infinity: they neither count in the loss nor learn."""
+    layer = chunk.output_layer
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    local = layer.output_size_per_partition
+    first = min(max(num_rows - rank * local, 0), local)
+    if first == local and not layer.gather_output:
+        return
+
+    def mask(
+        module: torch.nn.Module, inputs: object, output: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        logits, bias = output
+        logits[..., num_rows if logits.size(-1) > local else first :] = -torch.inf
+        return logits, bias
+
+    layer.register_forward_hook(mask)
 
 
 def _layer_spec(
@@ -172,6 +217,8 @@ def _layer_spec(
             )
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model.qk_layernorm)
     spec = get_gpt_layer_local_spec(qk_layernorm=model.qk_layernorm, normalization=model.normalization)
+    if model.parallel_residual:
+        spec.module = ParallelResidualLayer
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = Norm
     attention = layer.self_attention.submodules
@@ -228,6 +275,11 @@ def parameters_norm(chunks: list[DistributedDataParallel]) -> float:
                 total += parameter.detach().float().square().sum()
     torch.distributed.all_reduce(total, group=parallel_state.get_model_parallel_group())
     return float(total.sqrt().item())
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    """Return GELU's tanh approximation, any shape."""
+    return F.gelu(x, approximate="tanh")
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:

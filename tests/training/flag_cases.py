@@ -127,7 +127,7 @@ TIER_2 = """
 --use-flash-attn -> note
 --no-masked-softmax-fusion -> note
 --no-bias-swiglu-fusion -> note
---no-bias-gelu-fusion -> note
+--no-bias-gelu-fusion -> model.bias_gelu_fusion=False
 --no-bias-dropout-fusion -> note
 --no-rope-fusion -> note
 --no-gradient-accumulation-fusion -> note
