@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import megatron
@@ -21,6 +22,7 @@ def main() -> int:
 
         ranks = find_ranks(os.environ)
         config = parse_args(sys.argv[1:], world_size=ranks.world_size)
+        _quiet_dependencies()
         # After the settings: torch takes seconds to import, a mistyped flag should not.
         from megatron.training.training import pretrain
 
@@ -47,6 +49,13 @@ def _check_namespace() -> None:
             "install megatron-core>=0.16.1,<0.17, which has no package of that name"
         ) from None
     check_namespace(megatron.__path__)
+
+
+def _quiet_dependencies() -> None:
+    """Leave out what megatron-core says about packages that this program does not need."""
+    warnings.filterwarnings("ignore", message=r".*Apex\b.* not installed")
+    warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+. is deprecated")
+    warnings.filterwarnings("ignore", message="full scope is deprecated", module=r"megatron\.core")
 
 
 def _is_ours(error: BaseException) -> bool:

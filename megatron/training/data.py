@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -243,7 +244,11 @@ def _build_datasets(
     if settings.split_matrix is not None:
         # A split that nobody reads may have no tokens, and megatron-core would search it for ever.
         settings.split_matrix = [part if size else None for part, size in zip(settings.split_matrix, sizes)]
-    kind = MockGPTDataset if data.mock_data else GPTDataset
+    kind = GPTDataset
+    if data.mock_data:
+        kind = MockGPTDataset
+        # It warns for each split that generated tokens have no index cache.
+        logging.getLogger("megatron.core.datasets.gpt_dataset").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")  # memory-mapped tokens are only read
         try:

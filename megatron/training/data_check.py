@@ -40,8 +40,10 @@ def check_prefix(prefix: str) -> IndexedTokens:
     for path in (idx_path(prefix), bin_path(prefix)):
         if not os.path.isfile(path):
             stem, suffix = os.path.splitext(prefix)
-            hint = f"give the prefix without the suffix, {stem}" if suffix in (".bin", ".idx") else (
-                "give the path of PREFIX.bin and PREFIX.idx without its suffix"
+            hint = (
+                f"give the prefix without the suffix, {stem}"
+                if suffix in (".bin", ".idx")
+                else ("give the path of PREFIX.bin and PREFIX.idx without its suffix")
             )
             raise ValueError(f"the data prefix {prefix} has no file {path}: {hint}")
     path = idx_path(prefix)

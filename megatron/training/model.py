@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -54,16 +55,13 @@ def build_model(config: TrainingConfig, device: torch.device) -> list[Distribute
 
 def transformer_config(config: TrainingConfig, device: torch.device) -> TransformerConfig:
     """Return megatron-core's settings of the model on `device`."""
-    model, parallel, precision, recompute = config.model, config.parallel, config.precision, config.recompute
+    model, precision, recompute = config.model, config.precision, config.recompute
     on_gpu = device.type == "cuda"
     dtype = TORCH_DTYPES[precision.params_dtype]
     fuse = on_gpu and _can_compile()
     activation = _activation(config)
     # megatron-core's fused GELU is the tanh approximation.
     fuses_gelu = activation is F.gelu and model.bias_gelu_fusion and model.add_bias_linear
-    options: dict[str, object] = {}
-    if parallel.microbatch_group_size_per_vp_stage is not None:
-        options["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -91,15 +89,6 @@ def transformer_config(config: TrainingConfig, device: torch.device) -> Transfor
         bf16=precision.bf16,
         fp16=precision.fp16,
         fp32_residual_connection=precision.fp32_residual_connection,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
-        account_for_embedding_in_pipeline_split=parallel.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
-        sequence_parallel=parallel.sequence_parallel,
-        tp_comm_overlap=parallel.tp_comm_overlap,
         use_cpu_initialization=model.use_cpu_initialization or not on_gpu,
         deterministic_mode=config.lifecycle.deterministic_mode,
         calculate_per_token_loss=config.batch.calculate_per_token_loss,
@@ -116,8 +105,7 @@ def transformer_config(config: TrainingConfig, device: torch.device) -> Transfor
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,  # needs Apex
         cross_entropy_loss_fusion=False,
-        **_pipeline_options(config, on_gpu),
-        **options,
+        **_layout_options(config, on_gpu),
     )
 
 
@@ -129,21 +117,35 @@ def _activation(config: TrainingConfig) -> Callable[[torch.Tensor], torch.Tensor
     return tanh_gelu if config.model.openai_gelu else F.gelu
 
 
-def _pipeline_options(config: TrainingConfig, on_gpu: bool) -> dict[str, bool]:
-    stages, ranks = config.virtual_pipeline_model_parallel_size, config.parallel.pipeline_model_parallel_size
-    overlap = stages is not None and config.parallel.overlap_p2p_comm
+def _layout_options(config: TrainingConfig, on_gpu: bool) -> dict[str, Any]:
+    """Return how ranks share the model and talk to each other."""
+    parallel, stages = config.parallel, config.virtual_pipeline_model_parallel_size
+    ranks = parallel.pipeline_model_parallel_size
+    overlap = stages is not None and parallel.overlap_p2p_comm
     if stages is not None and ranks == 2 and not overlap:
         raise ValueError(
             "virtual pipeline stages on 2 pipeline ranks need overlapped sends (batched ones mix up the two "
             "directions): drop --no-overlap-p2p-communication or use more pipeline ranks"
         )
-    return {
+    options: dict[str, Any] = {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": ranks,
+        "virtual_pipeline_model_parallel_size": stages,
+        "num_layers_in_first_pipeline_stage": parallel.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": parallel.decoder_last_pipeline_num_layers,
+        "account_for_embedding_in_pipeline_split": parallel.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": parallel.account_for_loss_in_pipeline_split,
+        "sequence_parallel": parallel.sequence_parallel,
+        "tp_comm_overlap": parallel.tp_comm_overlap,
         "overlap_p2p_comm": overlap,
         "batch_p2p_comm": not overlap,
         "batch_p2p_sync": on_gpu,
         # On gloo a send may still be reading the tensor whose storage this would replace.
         "deallocate_pipeline_outputs": on_gpu,
     }
+    if parallel.microbatch_group_size_per_vp_stage is not None:
+        options["microbatch_group_size_per_vp_stage"] = parallel.microbatch_group_size_per_vp_stage
+    return options
 
 
 def build_chunk(

@@ -42,6 +42,4 @@ def _installed_version() -> str:
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
-        raise ValueError(
-            "megatron-core is not installed: pip install 'megatron-core>=0.16.1,<0.17'"
-        ) from None
+        raise ValueError("megatron-core is not installed: pip install 'megatron-core>=0.16.1,<0.17'") from None
