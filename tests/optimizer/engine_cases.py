@@ -36,6 +36,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     grad_dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
+    fixed_scale: float | None = None
+    """Multiplier of the gradients instead of the clip coefficient, whose bits depend on the device's summation."""
 
 
 ALL_RESIDENT = dict(share=0.0, stride=None, resident=1.0)
@@ -108,7 +110,7 @@ def adam_classes(step: int) -> list[AdamClass]:
 
 
 def drive(case: Case, num_steps: int, watch=None) -> dict[str, torch.Tensor]:
-    """Run the case; returns weights and all states, flat over shards. watch(step, model, scale) sees final gradients."""
+    """Run the case; returns weights and all states, flat. watch(step, model, scale) sees final gradients."""
     model = make_model(case)
     engine = make_engine(case, model)
     try:
@@ -117,7 +119,7 @@ def drive(case: Case, num_steps: int, watch=None) -> dict[str, torch.Tensor]:
             fill_grads(case, model, step)
             for i in range(0, len(engine.layout.subgroups), 2):  # half of them early, as hooks would, out of order
                 engine.grads_ready(i)
-            scale = grad_scale(model)
+            scale = grad_scale(model) if case.fixed_scale is None else case.fixed_scale
             if watch is not None:
                 watch(step, model, scale)
             engine.update(adam_classes(step), model.group_of, scale)

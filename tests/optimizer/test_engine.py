@@ -1,4 +1,4 @@
-"""One set of bits: whatever the placement, the engine gives what the all-resident run and an independent oracle give."""
+"""Whatever the placement, the engine gives the bits of the all-resident run and of an independent oracle."""
 
 import itertools
 import sys
@@ -82,7 +82,7 @@ def test_other_types_have_the_bits_of_the_resident_run(resident_runs, dtype, gra
     ids=["half", "cpu", "resident", "fp16"],
 )
 def test_oracle_reproduces_every_parameter(case):
-    """A per-parameter Adam written apart, fed clones of the final gradients, gives the same masters, moments and weights."""
+    """A per-parameter Adam written apart, fed clones of the final gradients, gives the same state and weights."""
     oracle: dict[int, OracleParam] = {}
 
     def watch(step, model, scale):
