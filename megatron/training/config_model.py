@@ -240,7 +240,7 @@ class PrecisionConfig:
     """Compute the attention softmax in fp32. The fused attention always accumulates in fp32."""
 
     loss_scale: float | None = None
-    """Constant loss scale for --fp16, a power of two. Not given: dynamic."""
+    """Constant loss scale for --fp16, a power of two. Not given, or 0: dynamic."""
 
     initial_loss_scale: float = 2.0**32
     """First value of the dynamic loss scale."""
@@ -268,12 +268,14 @@ class PrecisionConfig:
             "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other: give only one of them",
         )
         require(
-            self.loss_scale is None or self.fp16 or self.loss_scale == 1.0,
+            self.loss_scale in (None, 0.0, 1.0) or self.fp16,
             f"--loss-scale {self.loss_scale} is for --fp16 only: add --fp16 or drop it",
         )
         for name in ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             require_positive("--" + name.replace("_", "-"), getattr(self, name))
-        if self.loss_scale is not None:
+        if self.loss_scale == 0.0:  # Megatron's other spelling of "dynamic"
+            fill(self, "loss_scale", None)
+        elif self.loss_scale is not None:
             require_positive("--loss-scale", self.loss_scale)
         if self.bf16 and not self.grad_reduce_in_bf16:
             fill(self, "accumulate_allreduce_grads_in_fp32", True)

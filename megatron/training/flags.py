@@ -143,6 +143,9 @@ def _parser(name: str, hint: object) -> tuple[int | str, Callable[[list[str]], o
     first = options[0]
     if first is bool:
         return 0, _constant(True), ""
+    if name == "step_batch_size_schedule":
+        # A shell array that is expanded without quotes splits "0:16 2B:32" into words.
+        return "+", " ".join, "TEXT"
     if name == "window_size":
         return 1, lambda words: _pair(words[0]), "LEFT,RIGHT"
     if typing.get_origin(first) is tuple:

@@ -47,6 +47,12 @@ _GROUPS: tuple[tuple[str, dict[str, int | str]], ...] = (
     ),
     ("weights are always initialized before a checkpoint is loaded", {"--no-initialization": 0}),
     ("each device has one kind of random number tracker", {"--te-rng-tracker": 0}),
+    ("scores are never scaled by the layer's number unless asked for", {"--no-query-key-layer-scaling": 0}),
+    ("samples are full, never padded", {"--max-padding-length": 1}),
+    (
+        "the embedding's rows follow from the tokenizer and --make-vocab-size-divisible-by (or --padded-vocab-size)",
+        {"--extra-vocab-size": 1},
+    ),
     ("the loss is computed in fp32", {"--fp16-lm-cross-entropy": 0}),
     (
         "[s, s] masks are built only when --reset-attention-mask needs them",
@@ -240,6 +246,12 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         "use one of them or drop the flag",
     ),
     "--data-impl": (("mmap", "infer"), "datasets are .bin/.idx pairs", "convert them with tools/preprocess_data.py"),
+    "--dataset": (
+        ("MMAP", "LLama-Pretrain-Idxmap"),
+        "datasets are .bin/.idx pairs",
+        "prepare the data with tools/preprocess_data.py and drop the flag",
+    ),
+    "--train-mode": (("pretrain",), "it is the only mode here", "fine-tuning on chats is not built here"),
     "--dist-ckpt-format": (("torch_dist",), "it is the only format written here", "drop the flag"),
     "--expert-model-parallel-size": (("1",), "there are no experts", "experts are not built here, drop the flag"),
     "--vocab-extra-ids": (("0",), "no ids are added", "drop the flag"),

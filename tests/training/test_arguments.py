@@ -339,7 +339,7 @@ def test_adding_a_flag_is_deliberate():
 def test_no_torch_is_imported():
     """The command line needs neither torch nor megatron-core: mistakes are told at once."""
     code = (
-        "import sys; from megatron.training.arguments import build_config\n"
+        "import sys; from megatron.training.arguments import build_config; import megatron.training.explain\n"
         f"build_config({BASE.split()!r})\n"
         "bad = {'torch', 'numpy', 'megatron.core', 'triton', 'argparse'} & set(sys.modules)\n"
         "assert not bad, bad"
