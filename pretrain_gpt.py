@@ -7,8 +7,12 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megatron
+
+if TYPE_CHECKING:
+    from megatron.training.config import CheckpointConfig
 
 _EXIT_FAULT, _EXIT_USAGE = 1, 2
 
@@ -21,7 +25,7 @@ def main() -> int:
         from megatron.training.launch import find_ranks
 
         ranks = find_ranks(os.environ)
-        config = parse_args(sys.argv[1:], world_size=ranks.world_size)
+        config = parse_args(sys.argv[1:], world_size=ranks.world_size, read_checkpoint_args=_saved_settings)
         _quiet_dependencies()
         # After the settings: torch takes seconds to import, a mistyped flag should not.
         from megatron.training.training import pretrain
@@ -34,6 +38,14 @@ def main() -> int:
         traceback.print_exc()
         return _EXIT_FAULT
     return 0
+
+
+def _saved_settings(checkpoint: CheckpointConfig) -> dict[str, object]:
+    """Return the arguments of the checkpoint that --load names."""
+    # Here, because it imports torch, which nothing else needs before the settings are known.
+    from megatron.training.checkpointing import saved_settings
+
+    return saved_settings(checkpoint)
 
 
 def _check_namespace() -> None:

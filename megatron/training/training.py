@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from deep_offload.optimizer.factory import build_optimizer
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
 from megatron.training.device import describe_device
@@ -34,12 +35,11 @@ _SECONDS_TO_FAIL = 30.0
 def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing | None = None) -> None:
     """Train a GPT as `config` says on this process, which is `ranks` of the job.
 
-    checkpointing: saves and restores; None refuses --save and --load. Raises ValueError, one sentence, for settings
-    and data that cannot work, before anything large is allocated, and RuntimeError for faults of the run.
+    checkpointing: saves and restores; None does what --save and --load say. Raises ValueError, one sentence, for
+    settings and data that cannot work, before anything large is allocated, and RuntimeError for faults of the run.
     """
     report_first = _report if ranks.is_first else _ignore
-    if checkpointing is None and (config.checkpoint.save or config.checkpoint.load):
-        raise ValueError("--save and --load need a checkpoint writer, and this program has none: drop them")
+    checkpointing = checkpointing or Checkpoints(config.checkpoint, _report)
     tokenizer = tokenizer_of(config.data)
     config = config.with_vocab(tokenizer.vocab_size)
     source = check_data(config)

@@ -1,0 +1,239 @@
+"""Checkpoints of a run: when to save and what to restore. How is in checkpointing_save.py and checkpointing_load.py."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron.training import checkpointing_load as load
+from megatron.training.checkpointing_format import CheckpointReader
+from megatron.training.checkpointing_rng import rng_entry, rng_key, set_rng
+from megatron.training.checkpointing_save import (
+    MODEL_METADATA,
+    OUR_KEY,
+    SaveItem,
+    SaveResult,
+    common_state,
+    model_state,
+    own_items,
+    save_checkpoint,
+)
+from megatron.training.checkpointing_schedule import restore_schedule
+from megatron.training.config import CheckpointConfig, DataConfig
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Trainer
+
+
+class Checkpoints:
+    """Saves and restores a trainer as the settings say. All calls are collective over all ranks."""
+
+    def __init__(self, config: CheckpointConfig, report: Callable[[str], None]) -> None:
+        """report: prints a line; called on the first rank only."""
+        self._config = config
+        self._report_line = report
+        self._last_saved: int | None = None
+        self.last_error: str | None = None
+        """Why the last save failed; None if it did not."""
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def after_step(self, trainer: Trainer, stop_reason: str | None) -> None:
+        """Save if it is time, or if the run ends now because of `stop_reason`."""
+        config, iteration = self._config, trainer.state.iteration
+        if config.save is None or config.save_interval is None:
+            return
+        if iteration % config.save_interval == 0 or stop_reason is not None:
+            self._save(trainer)
+
+    def finish(self, trainer: Trainer) -> None:
+        """Save the end of a complete run and wait for what is still being written."""
+        if self._config.save is not None and trainer.state.iteration > 0:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        config, iteration = self._config, trainer.state.iteration
+        if self._last_saved == iteration or config.save is None:
+            return
+        trainer.optimizer.synchronize()
+        result = save_checkpoint(
+            Path(config.save),
+            iteration,
+            lambda: self._items(trainer),
+            lambda: self._common(trainer),
+            keep_last=config.keep_last,
+            retain_interval=config.save_retain_interval,
+        )
+        self._report_save(result)
+
+    def _items(self, trainer: Trainer) -> Iterator[SaveItem]:
+        objects = [] if self._config.no_save_rng else [rng_entry()]
+        state = model_state(trainer.chunks, MODEL_METADATA)
+        yield from own_items(state, trainer.optimizer.param_state, not self._config.no_save_optim, objects)
+
+    def _common(self, trainer: Trainer) -> dict[str, Any]:
+        state = trainer.state
+        progress = {
+            "iteration": state.iteration,
+            "consumed_train_samples": state.consumed_train_samples,
+            "consumed_valid_samples": state.consumed_valid_samples,
+        }
+        data = describe_data(trainer.config.data)
+        with_optimizer = not self._config.no_save_optim
+        return common_state(trainer.config, trainer.optimizer, trainer.scheduler, progress, data, with_optimizer)
+
+    def _report_save(self, result: SaveResult) -> None:
+        self.last_error = result.error
+        if result.error is None:
+            self._last_saved = result.iteration
+            self._report(
+                f"saved checkpoint of iteration {result.iteration} to {self._config.save}: "
+                f"{result.num_bytes / 2**30:.3f} GiB in {result.seconds:.2f} s, during which training stood still"
+            )
+            return
+        self._report(
+            f"ERROR: the checkpoint of iteration {result.iteration} was NOT saved to {self._config.save} "
+            f"({result.error}); training goes on, older checkpoints are as they were"
+        )
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load(self, trainer: Trainer) -> None:
+        """Restore weights, optimizer, scheduler and `trainer.state`, before any data is read.
+
+        Raises ValueError, one sentence, for a checkpoint that is damaged, dangerous or does not fit.
+        """
+        config = self._config
+        place, finetune = None, config.finetune
+        if config.load is not None:
+            place = load.find(config.load, config.ckpt_step)
+        if place is None and config.pretrained_checkpoint is not None:
+            place, finetune = load.find(config.pretrained_checkpoint, None), True
+        if place is None:
+            self._nothing_found()
+            return
+        self._report(f"loading checkpoint {place.folder} ...")
+        if not load.verify(place.folder):
+            self._report(f"{place.folder} has no checksums (another program wrote it): only sizes were compared")
+        common = load.agree(lambda: load.read_common(place.folder))
+        self._load(trainer, place, common, finetune or place.iteration == "release")
+
+    def _nothing_found(self) -> None:
+        config = self._config
+        if config.load is None and config.pretrained_checkpoint is None:
+            return
+        where = config.load if config.load is not None else config.pretrained_checkpoint
+        if config.exit_on_missing_checkpoint:
+            raise RuntimeError(f"--load {where} holds no checkpoint, and --exit-on-missing-checkpoint is given")
+        self._report(f"WARNING: {where} holds no checkpoint: training starts from random weights")
+
+    def _load(self, trainer: Trainer, place: load.Found, common: dict[str, Any], finetune: bool) -> None:
+        config, params = self._config, trainer.optimizer.param_state
+        reader = load.agree(lambda: CheckpointReader(place.folder))
+        trainer.optimizer.synchronize()
+        metadata = common.get("content_metadata") or MODEL_METADATA
+        state = model_state(trainer.chunks, metadata)
+        with_state = not finetune and not config.no_load_optim and load.has_training_state(reader)
+        if with_state:
+            load.agree(lambda: load.load_training_state(reader, state, params))
+            groups = common["optimizer"]["optimizer"]["param_groups"]
+            steps = [int(g["step"]) for g in groups if g.get("step") is not None]
+            trainer.optimizer.resume(max(steps, default=0), common["optimizer"].get("grad_scaler"))
+        else:
+            load.agree(lambda: load.load_weights_alone(reader, state, params))
+            trainer.optimizer.resume(0, None)
+        lines = [f"loaded {'weights and optimizer' if with_state else 'weights, the optimizer starts anew'}"]
+        if finetune:
+            lines.append("iteration and samples start at 0")
+        else:
+            self._restore_progress(trainer, place, common, lines)
+            restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), config)
+            if not config.no_load_rng:
+                self._restore_rng(reader, lines)
+        for line in lines:
+            self._report(f"> {line}")
+        trainer.optimizer.synchronize()
+
+    def _restore_progress(self, trainer: Trainer, place: load.Found, common: dict[str, Any], lines: list[str]) -> None:
+        state, args = trainer.state, common.get("args", Namespace())
+        iteration = common.get("iteration", place.iteration)
+        state.iteration = int(iteration)
+        ours = common.get(OUR_KEY, {})
+        default = trainer.config.samples_after(state.iteration)
+        saved = {name: ours.get(name, getattr(args, name, None)) for name in _PROGRESS}
+        consumed, valid = (saved[name] for name in _PROGRESS)
+        state.consumed_train_samples = default if consumed is None else int(consumed)
+        state.consumed_valid_samples = 0 if valid is None else int(valid)
+        lines.append(f"going on after iteration {state.iteration}, {state.consumed_train_samples} samples")
+        lines += changed_data(ours.get("data"), describe_data(trainer.config.data))
+
+    def _restore_rng(self, reader: CheckpointReader, lines: list[str]) -> None:
+        key = rng_key()
+        has_key = key in reader.objects()
+        if has_key:
+            load.agree(lambda: set_rng(reader.read_object(key)))
+        elif any(name.startswith("rng_state/") for name in reader.objects()):
+            lines.append("random numbers start anew: they were saved with other tensor or pipeline parallel sizes")
+        else:
+            lines.append("random numbers start anew: the checkpoint has none")
+
+    def _report(self, line: str) -> None:
+        if dist.get_rank() == 0:
+            self._report_line(line)
+
+
+_PROGRESS = ("consumed_train_samples", "consumed_valid_samples")
+
+
+def describe_data(data: DataConfig) -> dict[str, Any]:
+    """Return what decides which sample comes when, to be compared at a resume."""
+    names = (
+        "data_path",
+        "data_args_path",
+        "train_data_path",
+        "valid_data_path",
+        "test_data_path",
+        "split",
+        "mock_data",
+    )
+    values = {name: getattr(data, name, None) for name in names}
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v}
+
+
+def changed_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+    """Return a line for each setting of the data that differs from the checkpoint's."""
+    if saved is None:
+        return []
+    lines = []
+    for name in sorted(saved.keys() | now.keys()):
+        if saved.get(name) != now.get(name):
+            flag = "--" + name.replace("_", "-")
+            lines.append(
+                f"WARNING: {flag} was {_words(saved.get(name))} and is {_words(now.get(name))}: samples that were "
+                "seen may come again and others never"
+            )
+    return lines
+
+
+def _words(value: Any) -> str:
+    return "not given" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def saved_settings(config: CheckpointConfig) -> dict[str, object]:
+    """Return the arguments of the checkpoint that `config` names, for --use-checkpoint-args; no process group needed.
+
+    Raises ValueError, one sentence, where there is none.
+    """
+    from megatron.training.checkpointing_layout import find_checkpoint
+
+    place = find_checkpoint(Path(config.load or ""), config.ckpt_step)
+    if place is None:
+        raise ValueError(f"--use-checkpoint-args: --load {config.load} holds no checkpoint: name another directory")
+    args = load.read_common(place[0]).get("args")
+    if args is None:
+        raise ValueError(f"--use-checkpoint-args: {place[0]} has no arguments in it: give the model's shape as flags")
+    return dict(vars(args)) if isinstance(args, Namespace) else dict(args)
