@@ -243,12 +243,11 @@ class _Search:
         return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
 
     def _simulate(self, placement: Placement, state: StateFormat) -> tuple[float, Timeline]:
-        """Predicted seconds of the update phase, with gradients and first slots in place when it begins."""
+        """Predicted seconds of the update phase behind a backward pass as long as all gradients' way to the host."""
         seconds = op_seconds(self.layout, state, self.profile)
         plan = build_plan(self.layout, placement, max(1, self.config.offload_num_slots), seconds)
-        ahead = (OpKind.GRAD_FLUSH, OpKind.PREFETCH)
-        backward = sum(seconds(op.kind, op.subgroup) for op in plan.ops if op.kind in ahead)
-        run = simulate(plan, self.layout, state, self.profile, backward_seconds=2 * backward, num_ranks=self.num_ranks)
+        backward = sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
+        run = simulate(plan, self.layout, state, self.profile, backward_seconds=backward, num_ranks=self.num_ranks)
         return run.timeline.update_seconds, run.timeline
 
     def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
@@ -311,6 +310,10 @@ def _lane_shares(timeline: Timeline, layout: ShardLayout, state: StateFormat, dr
     """Busy share of each lane in the update phase; of host memory, bytes over its bandwidth."""
     shares = {lane.value: timeline.busy_share(lane) for lane in (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)}
     seconds = timeline.update_seconds
-    moved = sum(dram_bytes(s.op.kind, layout.subgroups[s.op.subgroup], state) for s in timeline.update_spans)
+    norm = max((span.end for span in timeline.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+    moved = 0.0
+    for span in timeline.update_spans:  # of an operation that the norm cut in two only what came behind it
+        part = (span.end - max(span.start, norm)) / span.seconds if span.seconds > 0 else 1.0
+        moved += part * dram_bytes(span.op.kind, layout.subgroups[span.op.subgroup], state)
     shares[DRAM] = moved / dram_rate / seconds if seconds > 0 else 0.0
     return shares

@@ -12,14 +12,14 @@ The best share is where that maximum is least: at 0, at 1, or where two lanes cr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from deep_offload.model.cost import StateFormat, dram_bytes, link_bytes
+from deep_offload.model.cost import StateFormat, dram_bytes, link_bytes, op_cost
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.plan.layout import ShardLayout, Subgroup
-from deep_offload.plan.ops import OpKind
+from deep_offload.plan.ops import Lane, Op, OpKind
 from deep_offload.plan.placement import nearest_stride
 
 DRAM = "dram"
@@ -119,6 +119,23 @@ def _candidate_shares(costs: LaneCosts) -> list[float]:
             if 0 < x < 1:
                 shares.append(x)
     return sorted(shares)
+
+
+def work_seconds(
+    ops: Iterable[Op], layout: ShardLayout, state: StateFormat, profile: HardwareProfile, *, num_ranks: int = 1
+) -> dict[str, float]:
+    """Seconds that operations keep each lane busy at the rates it has alone, and host memory at its bandwidth.
+
+    Nothing does the work of these operations in less than the largest of them.
+    """
+    seconds = {DRAM: 0.0, **{lane.value: 0.0 for lane in Lane if lane is not Lane.MAIN}}
+    dram = profile.rank_dram_bytes_per_s(num_ranks)
+    for op in ops:
+        if op.lane is not Lane.MAIN:
+            cost = op_cost(op.kind, layout.subgroups[op.subgroup], state, profile)
+            seconds[op.lane.value] += cost.seconds
+            seconds[DRAM] += cost.dram_bytes / dram
+    return seconds
 
 
 def method_stride(profile: HardwareProfile, *, is_serialized: bool = False) -> float | None:

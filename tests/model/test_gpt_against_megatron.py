@@ -8,6 +8,7 @@ import pytest
 
 from deep_offload.model.buckets import rank_buffers
 from deep_offload.model.gpt import GPTShape, ParallelShape, chunk_params
+from deep_offload.model.run import RecomputeShape, RunShape, layer_bytes, model_bytes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -95,7 +96,7 @@ def ranks(on_cpu):
     leave()
 
 
-def build_chunk(shape: GPTShape, parallel: ParallelShape, vp_stage: int | None):
+def build_chunk(shape: GPTShape, parallel: ParallelShape, vp_stage: int | None, spec=None, **settings):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -129,10 +130,11 @@ def build_chunk(shape: GPTShape, parallel: ParallelShape, vp_stage: int | None):
         bias_dropout_fusion=False,
         batch_p2p_comm=False,
         overlap_p2p_comm=parallel.virtual > 1,
+        **settings,
     )
     return GPTModel(
         config,
-        get_gpt_layer_local_spec(normalization=shape.normalization, qk_layernorm=shape.qk_layernorm),
+        spec or get_gpt_layer_local_spec(normalization=shape.normalization, qk_layernorm=shape.qk_layernorm),
         vocab_size=shape.padded_vocab_size,
         max_sequence_length=shape.positions or 128,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -188,3 +190,67 @@ def test_a_wrong_order_would_be_seen():
 
     params = chunk_params(LLAMA, ParallelShape())
     assert ddp_buckets(params, 4, 30_000) != ddp_buckets(params[::-1], 4, 30_000)
+
+
+# LayerNorm, whose CPU kernel saves what the GPU's does; torch's RMSNorm on the CPU saves fp32 copies.
+GATED = dataclasses.replace(
+    LLAMA, hidden_size=128, ffn_hidden_size=352, num_query_groups=2, kv_channels=16, normalization="LayerNorm"
+)
+PLAIN = dataclasses.replace(GATED, swiglu=False, add_bias_linear=True, num_query_groups=8)
+
+
+def saved_bytes(model, seq_length: int, batch: int) -> int:
+    """Bytes of distinct tensors, parameters aside, that a forward pass saves for the backward pass."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # a freed address could be used twice
+        return tensor
+
+    tokens = torch.zeros(batch, seq_length, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(tokens, torch.arange(seq_length)[None], None, labels=tokens)
+    assert loss.requires_grad
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("shape", [GATED, PLAIN], ids=["gated", "plain"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("recompute", [RecomputeShape(), RecomputeShape(granularity="full", method="uniform")])
+def test_activations_are_what_layers_save(ranks, shape, batch, recompute):
+    """Two more layers of the real model save two more times the predicted bytes, within 1 %, recomputed or not."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+
+    from megatron.training.attention import SDPAttention
+
+    ranks(ParallelShape(), 0)
+    tensor_parallel.random.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True)
+    spec = get_gpt_layer_local_spec(normalization=shape.normalization)
+    spec.submodules.self_attention.submodules.core_attention = SDPAttention
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    settings = dict(bf16=True, params_dtype=torch.bfloat16, hidden_dropout=0.0, attention_dropout=0.0)
+    settings |= dict(masked_softmax_fusion=False) | (full if recompute.granularity == "full" else {})
+    measured = []
+    for layers in (2, 4):
+        model = build_chunk(dataclasses.replace(shape, num_layers=layers), ParallelShape(), None, spec, **settings)
+        measured.append(saved_bytes(Float16Module(model.config, model), 128, batch))
+    run = RunShape(
+        model=dataclasses.replace(shape, num_layers=2),
+        parallel=ParallelShape(),
+        seq_length=128,
+        micro_batch_size=batch,
+        global_batch_size=batch,
+        is_fused=False,
+        recompute=recompute,
+    )
+    predicted = model_bytes(run).activations
+    if recompute.granularity == "full":
+        predicted -= layer_bytes(run)  # the layer that is recomputed is alive in the backward pass only
+    assert measured[1] - measured[0] == pytest.approx(predicted, rel=0.01)

@@ -1,0 +1,251 @@
+"""Bytes and seconds of a run: the layers' saved tensors, counts of parameters, dry runs, searches."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from deep_offload.config import OffloadConfig
+from deep_offload.model.dry_run import dry_run_report, forecast
+from deep_offload.model.gpt import NAMED_SHAPES, GPTShape, ParallelShape, chunk_params, named_shape, padded_to
+from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.model.planning import (
+    alternatives,
+    fewest_gpus,
+    first_fitting,
+    fits,
+    largest_model,
+    save_seconds,
+    single_gpu_run,
+    token_budget,
+)
+from deep_offload.model.run import RecomputeShape, RunShape, compute_seconds, layer_bytes, model_bytes
+
+H200, H100X4, H100X8 = (BUILT_IN_PROFILES[name] for name in ("h200", "h100x4", "h100x8"))
+OFFLOAD = OffloadConfig(interleaved_offload=True)
+FULL = RecomputeShape(granularity="full", method="uniform")
+PEER = GPTShape(
+    num_layers=16,
+    hidden_size=4096,
+    ffn_hidden_size=16384,
+    num_attention_heads=32,
+    num_query_groups=32,
+    kv_channels=128,
+    padded_vocab_size=32000,
+    tie_embeddings=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("7b", 5.95), ("8.3b", 9.14), ("10b", 9.92), ("13b", 11.3), ("20b", 15.3), ("8b", 8.03), ("70b", 70.6)],
+)
+def test_known_sizes(name, billions):
+    """Named shapes have the numbers of parameters that are published for them."""
+    assert named_shape(name).num_params / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_parallel_ranks_hold_the_model_once():
+    """Weights of all tensor and pipeline ranks together are the model, apart from what every rank has a copy of."""
+    shape = NAMED_SHAPES["7b"]
+    whole = shape.num_params
+    for parallel in (ParallelShape(pipeline=4), ParallelShape(pipeline=2, virtual=4)):
+        parts = [
+            sum(p.numel for p in chunk_params(shape, parallel, rank, stage))
+            for rank in range(parallel.pipeline)
+            for stage in range(parallel.virtual)
+        ]
+        assert sum(parts) == whole
+    tensor = sum(p.numel for p in chunk_params(shape, ParallelShape(tensor=4)))
+    copies = (2 * shape.num_layers + 1) * shape.hidden_size
+    assert 4 * (tensor - copies) + copies == whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_layers=0), "num layers is 0"),
+        (dict(hidden_size=-4), "hidden size is -4"),
+        (dict(num_query_groups=5), "cannot share 5 query groups"),
+        (dict(normalization="none"), "normalization 'none' is unknown"),
+    ],
+)
+def test_models_that_cannot_exist(change, message):
+    """A model without layers, or with heads that do not divide, gets one sentence."""
+    with pytest.raises(ValueError, match=message):
+        replace(PEER, **change)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelShape(pipeline=3), "16 layers cannot be cut evenly over 3 pipeline ranks"),
+        (ParallelShape(tensor=5), "cannot be split over 5 tensor-parallel ranks"),
+    ],
+)
+def test_layouts_that_cannot_exist(parallel, message):
+    """Layers, heads and vocabulary that do not split over the ranks are refused."""
+    with pytest.raises(ValueError, match=message):
+        parallel.check(PEER)
+    with pytest.raises(ValueError, match="it must be a whole number of at least 1"):
+        ParallelShape(data=0)
+
+
+def run_of(shape: GPTShape = PEER, parallel: ParallelShape | None = None, **changes) -> RunShape:
+    parallel = parallel or ParallelShape()
+    values = dict(seq_length=2048, micro_batch_size=1, global_batch_size=parallel.data, grad_bytes=2, recompute=FULL)
+    return RunShape(model=shape, parallel=parallel, **{**values, **changes})
+
+
+def test_batches_that_do_not_divide():
+    """A global batch that is no multiple of the ranks' micro-batches is refused."""
+    with pytest.raises(ValueError, match="--global-batch-size 3 is not a multiple of"):
+        run_of(parallel=ParallelShape(data=2), global_batch_size=3)
+    with pytest.raises(ValueError, match="--micro-batch-size is 0"):
+        run_of(micro_batch_size=0)
+
+
+def test_weights_and_gradients_follow_the_buffers():
+    """Weights and gradients are DDP's buffers in their types; data-parallel ranks hold all of both."""
+    one, four = model_bytes(run_of()), model_bytes(run_of(parallel=ParallelShape(data=4), grad_bytes=4))
+    assert one.weights == one.gradients == 2 * run_of().buffers().numel
+    assert four.gradients == 2 * four.weights
+    assert one.total == one.weights + one.gradients + one.activations + one.head + one.working
+
+
+def test_recomputation_saves_memory():
+    """Full recomputation keeps a layer's input, blocks less of them, and tensor and sequence parallelism a part."""
+    none = model_bytes(run_of(recompute=RecomputeShape()))
+    full = model_bytes(run_of())
+    pairs = model_bytes(run_of(recompute=replace(FULL, num_layers=2)))
+    block = model_bytes(run_of(recompute=RecomputeShape(granularity="full", method="block", num_layers=8)))
+    assert full.activations < block.activations < none.activations
+    assert full.activations == 16 * 2048 * 4096 * 2 + layer_bytes(run_of())
+    assert pairs.activations == 8 * 2048 * 4096 * 2 + 2 * layer_bytes(run_of())
+    assert none.activations == 16 * layer_bytes(run_of())
+    tensor = run_of(parallel=ParallelShape(tensor=4, sequence_parallel=True))
+    tables = 4 * 2048 * 128 * 2
+    assert 4 * (layer_bytes(tensor) - tables) == layer_bytes(run_of()) - tables
+    selective = run_of(recompute=RecomputeShape(granularity="selective", modules=("mlp",)))
+    assert layer_bytes(selective) == layer_bytes(run_of()) - 2048 * 2 * 16384 * 2
+
+
+def test_pipelines_keep_micro_batches_in_flight():
+    """The first stage holds one set of activations per stage behind it, the last one a single set and the logits."""
+    run = run_of(parallel=ParallelShape(pipeline=4), global_batch_size=16)
+    stages = [model_bytes(run, rank) for rank in range(4)]
+    saved = [s.activations - layer_bytes(run) for s in stages]
+    assert [s // saved[3] for s in saved] == [4, 3, 2, 1]
+    assert [s.head > 0 for s in stages] == [False, False, False, True]
+    few = run_of(parallel=ParallelShape(pipeline=4), global_batch_size=2)
+    assert model_bytes(few, 0).activations < stages[0].activations
+    virtual = run_of(parallel=ParallelShape(pipeline=4, virtual=2), global_batch_size=16)
+    assert model_bytes(virtual, 0).activations > stages[0].activations
+
+
+def test_compute_time():
+    """Backward takes twice the forward pass, once more with full recomputation; pipelines add their bubble."""
+    plain, again = (compute_seconds(run_of(recompute=r), H200) for r in (RecomputeShape(), FULL))
+    assert plain.backward == 2 * plain.forward and again.backward == 3 * again.forward
+    assert again.communication == 0.0 and again.bubble == 0.0
+    assert again.iteration == pytest.approx(4 * again.forward)
+    pipe = compute_seconds(run_of(parallel=ParallelShape(pipeline=4), global_batch_size=12), H100X4)
+    assert pipe.bubble == 3 / 12
+    wide = compute_seconds(run_of(parallel=ParallelShape(data=4)), H100X4)
+    assert wide.communication > 0.0
+    assert compute_seconds(run_of(parallel=ParallelShape(data=8)), H100X4).communication is None
+    # 6 x parameters x tokens, and causal attention, at the profile's rate
+    flops = 6 * (PEER.matmul_params * 2048 + 16 * 32 * 128 * 2048 * 2048)
+    assert plain.iteration == pytest.approx(flops / H200.gpu_flops_per_s)
+
+
+def test_a_measured_iteration_is_predicted():
+    """The 3.48 B model of the measured prototype, half streamed, nothing resident: its iteration within 12 %."""
+    run = run_of(has_rope=False)
+    config = replace(OFFLOAD, offload_gpu_share=0.5, offload_resident_fraction=0.0)
+    result = forecast(run, config, H200)
+    assert result.iteration_seconds == pytest.approx(0.723, rel=0.12)
+
+
+def test_dry_run_reports():
+    """A run that fits says so; one that does not names bytes, the limit and what to change."""
+    lines, ok = dry_run_report(run_of(), OFFLOAD, H200)
+    text = "\n".join(lines)
+    assert ok and lines[-1] == "fits"
+    for part in (
+        "3.48 B parameters",
+        "GPU share",
+        "GPU bytes of a rank",
+        "host bytes of a rank",
+        "predicted iteration",
+    ):
+        assert part in text
+    lines, ok = dry_run_report(run_of(NAMED_SHAPES["20b"]), OFFLOAD, H200)
+    assert not ok and "of host memory, but this rank has 125.00 GiB" in lines[-1]
+    lines, ok = dry_run_report(run_of(NAMED_SHAPES["20b"], ParallelShape(data=4), grad_bytes=4), OFFLOAD, H100X4)
+    assert not ok and "of GPU memory, but 76.00 GiB of a h100x4 GPU are usable" in lines[-1]
+    stages = dry_run_report(run_of(NAMED_SHAPES["7b"], ParallelShape(pipeline=2)), OFFLOAD, H100X4).lines
+    assert any(line.startswith("stage 1: host bytes") for line in stages)
+    assert "ESTIMATE" in "\n".join(dry_run_report(run_of(), OFFLOAD, BUILT_IN_PROFILES["gh200"]).lines)
+
+
+def test_budgets_are_honored():
+    """The budget flags limit the dry run as they limit training."""
+    assert not dry_run_report(run_of(), replace(OFFLOAD, offload_host_budget_gib=10.0), H200).fits
+    roomy = forecast(run_of(), replace(OFFLOAD, offload_device_budget_gib=30.0), H200)
+    assert 0 < roomy.stages[0].choice.resident_fraction < 1
+    assert roomy.stages[0].choice.device_bytes.total <= 30 << 30
+
+
+def test_alternatives_are_ordered_by_physics():
+    """The automatic choice is no slower than any other strategy with nothing resident; residents are faster."""
+    found = {a.name.split(" (")[0]: a for a in alternatives(run_of(), OFFLOAD, H200)}
+    seconds = {name: a.result.iteration_seconds for name, a in found.items()}
+    best = seconds["chosen by the model"]
+    for name in ("all on the CPU", "stride 2", "stride 3", "stride 4", "all streamed to the GPU"):
+        assert best <= seconds[name] * 1.001
+    assert seconds["no offload"] < best
+    assert found["no offload"].result.stages[0].host_bytes == 0
+
+
+def test_searches():
+    """Fewer GPUs than found do not fit, one layer more than found does not fit, and what is found fits."""
+    run = single_gpu_run(NAMED_SHAPES["20b"])
+    found = fewest_gpus(run, OFFLOAD, H200)
+    assert found is not None and found.parallel.world_size == 2 and fits(found, OFFLOAD, H200)
+    assert first_fitting(run, 1, OFFLOAD, H200) is None
+    largest = largest_model(single_gpu_run(NAMED_SHAPES["8b"]), 1, OFFLOAD, H200)
+    assert largest is not None and fits(largest, OFFLOAD, H200)
+    more = replace(largest.model, num_layers=largest.model.num_layers + 1)
+    assert first_fitting(replace(largest, model=more), 1, OFFLOAD, H200) is None
+    hopeless = replace(run, model=replace(run.model, hidden_size=1 << 20, ffn_hidden_size=1 << 22))
+    assert fewest_gpus(hopeless, OFFLOAD, H200, most=2) is None
+
+
+def test_costs_of_a_token_budget():
+    """Days and GPU-hours follow from the iteration time; a save from bytes and the disk."""
+    result = forecast(run_of(parallel=ParallelShape(data=4), global_batch_size=4), OFFLOAD, H100X4)
+    budget = token_budget(result, 1e9)
+    assert budget.iterations == -(-(10**9) // (4 * 2048))
+    assert budget.gpu_hours == pytest.approx(4 * 24 * budget.days)
+    assert save_seconds(result) is None
+    single = forecast(run_of(), OFFLOAD, H200)
+    assert save_seconds(single) == pytest.approx(14 * PEER.num_params / H200.disk_write_bytes_per_s)
+
+
+def test_padding():
+    """The vocabulary is padded to 128 rows for each tensor-parallel rank."""
+    assert padded_to(replace(PEER, padded_vocab_size=32001), 4).padded_vocab_size == 32256
+
+
+def test_large_jobs_are_planned_in_seconds():
+    """512 ranks with 8 pipeline stages take well under 10 s of this process's time."""
+    start = time.process_time()
+    parallel = ParallelShape(tensor=8, pipeline=8, data=8)
+    result = forecast(
+        run_of(NAMED_SHAPES["70b"], parallel, global_batch_size=512, overlap_grad_reduce=True), OFFLOAD, H100X8
+    )
+    assert len(result.stages) == 8 and not result.problems
+    assert time.process_time() - start < 10

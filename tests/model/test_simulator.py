@@ -1,0 +1,219 @@
+"""The simulator obeys the bound and the closed forms, and comes near to what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deep_offload.model.cost import StateFormat, link_bytes, op_cost, op_seconds
+from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.model.memory import host_state_bytes
+from deep_offload.model.performance import work_seconds
+from deep_offload.model.simulator import SimBackend, SimHost, main_seconds, simulate, submit_iterations, timeline_of
+from deep_offload.plan.check import check_plan
+from deep_offload.plan.layout import ShardLayout, ShardSpec, build_layout
+from deep_offload.plan.ops import Lane, OpKind, Place, Plan
+from deep_offload.plan.placement import place_by_share
+from deep_offload.plan.planner import build_plan
+from tests.plan.strategies import PlacedCase, placed_cases, profiles, state_formats
+
+NUMEL = 1 << 26
+
+
+def even_layout(num: int, grad_bytes: int = 2) -> ShardLayout:
+    return build_layout([ShardSpec(num * NUMEL, 2, grad_bytes)], NUMEL)
+
+
+def calm(**changes: float) -> HardwareProfile:
+    """A machine without contention or overhead: lanes do not feel each other."""
+    values = dict(
+        h2d_bytes_per_s=50e9,
+        d2h_bytes_per_s=50e9,
+        h2d_both_bytes_per_s=50e9,
+        d2h_both_bytes_per_s=50e9,
+        h2d_busy_bytes_per_s=50e9,
+        d2h_busy_bytes_per_s=50e9,
+        dram_bytes_per_s=1e15,
+        host_dram_bytes_per_s=1e15,
+        cpu_adam_fp32_params_per_s=4e9,
+        cpu_adam_param_params_per_s=4e9,
+        cpu_adam_fp32_busy_params_per_s=4e9,
+        cpu_adam_param_busy_params_per_s=4e9,
+        op_overhead_seconds=0.0,
+    )
+    return replace(BUILT_IN_PROFILES["h200"], **{**values, **changes})
+
+
+def plan_of(case: PlacedCase, state: StateFormat, profile: HardwareProfile) -> Plan:
+    return build_plan(case.layout, case.placement, case.num_slots, op_seconds(case.layout, state, profile))
+
+
+def makespan(plan: Plan, layout: ShardLayout, state: StateFormat, profile: HardwareProfile, ranks: int = 1) -> float:
+    timeline = simulate(plan, layout, state, profile, num_ranks=ranks).timeline
+    return max((span.end for span in timeline.spans), default=0.0)
+
+
+@settings(max_examples=60)
+@given(placed_cases(), state_formats, profiles(), st.integers(1, 4))
+def test_nothing_beats_the_bound(case, state, profile, ranks):
+    """No simulated iteration takes less than any lane's or the memory's own work."""
+    plan = plan_of(case, state, profile)
+    bound = work_seconds(plan.ops, case.layout, state, profile, num_ranks=ranks)
+    assert makespan(plan, case.layout, state, profile, ranks) >= max(bound.values()) * (1 - 1e-9)
+
+
+@settings(max_examples=40)
+@given(placed_cases(), state_formats, profiles(), st.floats(1.0, 10.0))
+def test_a_faster_machine_is_never_slower(case, state, profile, factor):
+    """With all rates times f the same plan takes exactly 1/f of the time."""
+    plan = plan_of(case, state, profile)
+    before = makespan(plan, case.layout, state, profile)
+    after = makespan(plan, case.layout, state, profile.scaled(factor))
+    assert after == pytest.approx(before / factor, rel=1e-9)
+
+
+@settings(max_examples=40)
+@given(placed_cases(), state_formats, profiles())
+def test_spans_obey_lanes_and_edges(case, state, profile):
+    """Each lane does one operation at a time in plan order, and nothing starts before what it waits for is done."""
+    plan = plan_of(case, state, profile)
+    check_plan(plan)
+    spans = simulate(plan, case.layout, state, profile).timeline.spans
+    assert tuple(span.op for span in spans) == plan.ops
+    last: dict[Lane, float] = {}
+    for span in spans:
+        assert span.end >= span.start >= max([last.get(span.op.lane, 0.0), *(spans[a].end for a in span.op.after)])
+        last[span.op.lane] = span.end
+    again = simulate(plan, case.layout, state, profile).timeline
+    assert again.spans == spans
+
+
+@settings(max_examples=60)
+@given(placed_cases(), state_formats)
+def test_bytes_of_the_plan_are_the_bytes_of_the_arrays(case, state):
+    """What the plan moves is what the host arrays hold: state up and down, gradients down, weights up."""
+    plan = build_plan(case.layout, case.placement, case.num_slots)
+    moved = dict.fromkeys(OpKind, 0)
+    for op in plan.ops:
+        if op.lane is not Lane.MAIN:
+            moved[op.kind] += link_bytes(op.kind, case.layout.subgroups[op.subgroup], state)
+    host = host_state_bytes(case.layout, case.placement, state)
+    by_place = {place: [h for h, p in zip(host.subgroups, case.placement) if p is place] for place in Place}
+    streamed = sum(h.master + h.exp_avg + h.exp_avg_sq for h in by_place[Place.GPU])
+    assert moved[OpKind.PREFETCH] == moved[OpKind.FLUSH] == streamed
+    assert moved[OpKind.GRAD_FLUSH] == host.grad == sum(h.grad for h in by_place[Place.CPU])
+    on_cpu = [s for s, p in zip(case.layout.subgroups, case.placement) if p is Place.CPU]
+    assert moved[OpKind.PARAM_H2D] == sum(s.numel * s.param_bytes for s in on_cpu)
+    assert all(h.total == 0 for h in by_place[Place.RESIDENT])
+
+
+def test_share_0_is_the_cpu_alone():
+    """All on the CPU: what the norm leaves of the last gradient's way, the updates, the last subgroup's upload."""
+    layout, state, profile = even_layout(8), StateFormat(wire="param"), calm()
+    plan = build_plan(layout, place_by_share(8, 0.0), 1)
+    seconds = simulate(plan, layout, state, profile, backward_seconds=10.0).timeline.update_seconds
+    gradient = 2 * NUMEL / 50e9 - 8 * NUMEL / profile.gpu_upcast_params_per_s
+    assert seconds == pytest.approx(gradient + 8 * NUMEL / 4e9 + 2 * NUMEL / 50e9, rel=1e-9)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_share_1_is_the_link_alone(split):
+    """All streamed without a head start: one prefetch, one update, then flushes back to back."""
+    layout, state, profile = even_layout(8), StateFormat(split, "param"), calm()
+    plan = build_plan(layout, place_by_share(8, 1.0), 4)
+    per_param = (10 if split else 12) / 50e9
+    expected = NUMEL * (per_param + 1 / profile.gpu_adam_params_per_s + 8 * per_param)
+    assert makespan(plan, layout, state, profile) == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_slot_takes_turns():
+    """With one slot every prefetch waits for the flush before it: both directions add up."""
+    layout, state, profile = even_layout(8), StateFormat(wire="param"), calm()
+    plan = build_plan(layout, place_by_share(8, 1.0), 1)
+    expected = 8 * NUMEL * (2 * 12 / 50e9 + 1 / profile.gpu_adam_params_per_s)
+    assert makespan(plan, layout, state, profile) == pytest.approx(expected, rel=1e-9)
+
+
+def test_steady_state_overlaps_flush_and_forward():
+    """In the steady state an iteration costs compute plus what the update cannot hide, never less than the compute."""
+    layout, state, profile = even_layout(8), StateFormat(wire="param"), calm()
+    plan = build_plan(layout, place_by_share(8, 0.5), 4, op_seconds(layout, state, profile))
+    one = simulate(plan, layout, state, profile, forward_seconds=0.1, backward_seconds=0.2, num_iterations=3)
+    long = simulate(plan, layout, state, profile, forward_seconds=0.1, backward_seconds=5.0, num_iterations=3)
+    assert one.iteration_seconds >= 0.3
+    exposed = one.iteration_seconds - 0.3
+    assert exposed < one.timeline.update_seconds
+    assert long.iteration_seconds - 5.1 <= exposed + 1e-9
+    accumulated = simulate(
+        plan, layout, state, profile, forward_seconds=0.1, backward_seconds=0.2, other_seconds=2.0, num_iterations=3
+    )
+    assert accumulated.iteration_seconds == pytest.approx(one.iteration_seconds + 2.0, rel=0.05)
+
+
+def test_memory_bound_lanes_share_as_measured():
+    """While all three lanes work each keeps its busy rate; when the copies end the CPU speeds up again."""
+    profile = BUILT_IN_PROFILES["h200"]
+    layout, state = even_layout(16), StateFormat(wire="param")
+    plan = build_plan(layout, place_by_share(16, 0.5), 4, op_seconds(layout, state, profile))
+    spans = simulate(plan, layout, state, profile).timeline.lane(Lane.CPU)
+    alone = op_cost(OpKind.UPDATE_CPU, layout.subgroups[0], state, profile).seconds
+    busy = op_cost(OpKind.UPDATE_CPU, layout.subgroups[0], state, profile, busy=True).seconds
+    durations = [span.seconds for span in spans]
+    assert min(durations) >= alone * (1 - 1e-9) and max(durations) <= busy * (1 + 1e-9)
+    assert max(durations) > 1.2 * min(durations)
+
+
+@settings(max_examples=20)
+@given(placed_cases(), state_formats, profiles(), st.integers(2, 4))
+def test_one_rank_stands_for_equal_ranks(case, state, profile, ranks):
+    """Playing several equal ranks on one host gives each the timeline that a single rank with its part gets."""
+    plan = plan_of(case, state, profile)
+    host = SimHost(profile)
+    main = main_seconds(case.layout, profile, forward_seconds=0.0, backward_seconds=0.0)
+    runs = [submit_iterations(plan, SimBackend(host, case.layout, state, main, rank), 1)[0] for rank in range(ranks)]
+    host.run()
+    single = simulate(plan, case.layout, state, profile, num_ranks=ranks).timeline
+    for run in runs:
+        for span, expected in zip(timeline_of(host, run).spans, single.spans, strict=True):
+            assert span.op == expected.op
+            assert (span.start, span.end) == pytest.approx((expected.start, expected.end), rel=1e-9, abs=1e-15)
+
+
+def test_stuck_plans_are_named():
+    """Operations that wait for each other over two lanes end with their names, not with a hang."""
+    layout = even_layout(2)
+    plan = build_plan(layout, place_by_share(2, 0.0), 1)
+    host = SimHost(calm())
+    backend = SimBackend(host, layout, StateFormat(), lambda kind, i: 0.0)
+    submit_iterations(plan, backend, 1)
+    host.tasks[0].waits_for += 1
+    with pytest.raises(ValueError, match="the plan cannot go on: grads_ready"):
+        host.run()
+
+
+# Measured on the machine of the built-in profile, G parameters/s at GPU shares of `SHARES`; 16 subgroups, 4 slots.
+SHARES = (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+MEASURED = {
+    ("h200", 1, False): (3.65, 4.3, 4.8, 5.08, 4.6, 4.2, 4.0, 3.6),
+    ("h200", 1, True): (3.7, 4.4, 5.0, 5.5, 5.2, 5.0, 4.5, 4.3),
+    ("h200x2", 2, False): (2.85, 3.3, 3.4, 3.6, 3.6, 3.45, 3.4, 3.2),
+    ("h200x2", 2, True): (2.85, 3.3, 3.7, 4.0, 4.2, 4.1, 3.95, 3.7),
+}
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_near_the_measured_share_sweeps(case):
+    """Four measured sweeps over the share are met within 10 % in the median and 21 % everywhere."""
+    name, ranks, split = case
+    profile, layout, state = BUILT_IN_PROFILES[name], even_layout(16), StateFormat(split, "param")
+    errors = []
+    for share, measured in zip(SHARES, MEASURED[case], strict=True):
+        plan = build_plan(layout, place_by_share(16, share), 4, op_seconds(layout, state, profile))
+        rate = layout.numel / makespan(plan, layout, state, profile, ranks) / 1e9
+        errors.append(abs(rate / measured - 1))
+    assert sorted(errors)[len(errors) // 2] <= 0.10
+    assert max(errors) <= 0.21
