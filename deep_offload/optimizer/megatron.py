@@ -338,9 +338,13 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         """(host, device) bytes of optimizer state and staging on this rank."""
         return self._engine.host_bytes, self._engine.device_bytes
 
-    @torch.no_grad()
     def state_digest(self, vocab_size: int | None = None) -> str:
         """The digest of the whole model's parameters and state; a collective over all ranks."""
+        return combine(self.state_entries(vocab_size), self._step)
+
+    @torch.no_grad()
+    def state_entries(self, vocab_size: int | None = None) -> list[DigestEntry]:
+        """What the digest is made of, from all ranks: every parameter's weights, master and moments, hashed."""
         self.synchronize()
         number_of = self._buffers.number_of()
         entries: list[DigestEntry] = []
@@ -353,7 +357,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             tensors.update({name: self._gather(number, name, state) for name in STATE_NAMES})
             for kind, local in tensors.items():
                 entries.append(digest_entry(named.name, kind, full_tensor(named, local, vocab_size)))
-        return combine(_all_entries(entries), self._step)
+        return sorted(set(_all_entries(entries)))
 
     def _gather(self, number: int, name: str | None, state: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its weights."""
