@@ -1,6 +1,6 @@
-"""`python -m deep_offload plan | calibrate | show-plan`. Only `calibrate` imports torch.
+"""`python -m deep_offload plan | calibrate | show-plan | explain`. Only `calibrate` imports torch.
 
-Exit code 0: done, and the planned run fits. 2: wrong arguments, or it does not fit.
+Exit code 0: done, and the planned run fits. 2: wrong arguments, it does not fit, or a launch script holds surprises.
 """
 
 from __future__ import annotations
@@ -65,7 +65,18 @@ def _build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show-plan", help="the operations of one update, drawn as a simulation plays them")
     _add_show_flags(show)
     show.set_defaults(run=_show_plan, parser=show)
+    explain = commands.add_parser("explain", help="what becomes of each flag of a Megatron launch script")
+    explain.add_argument("script", help="bash script, read and never run, or a YAML file with flags as keys")
+    explain.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script would get as $1 and so on")
+    explain.set_defaults(run=_explain, parser=explain)
     return parser
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    # Here, because the engine's other commands must work without the training layer.
+    from megatron.training.explain import main as explain
+
+    return explain([arguments.script, *arguments.arguments], program=arguments.parser.prog)
 
 
 def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
