@@ -27,6 +27,12 @@ def main() -> int:
         ranks = find_ranks(os.environ)
         config = parse_args(sys.argv[1:], world_size=ranks.world_size, read_checkpoint_args=_saved_settings)
         _quiet_dependencies()
+        if config.lifecycle.dry_run:
+            from megatron.training.dry_run import dry_run
+
+            report = dry_run(config)
+            print("\n".join(report.lines), flush=True)
+            return 0 if report.fits else _EXIT_USAGE
         # After the settings: torch takes seconds to import, a mistyped flag should not.
         from megatron.training.training import pretrain
 

@@ -52,6 +52,9 @@ class OffloadConfig:
     offload_host_budget_gib: float | None = None
     """GiB of host memory that this rank may pin for optimizer state."""
 
+    offload_trace: str | None = None
+    """File for the last step's lanes as a Chrome trace (JSON, opens in Perfetto)."""
+
     log_state_digest: bool = False
     """Print the sha256 of parameters and optimizer state at the end of training."""
 

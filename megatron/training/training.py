@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -16,6 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from deep_offload.optimizer.factory import build_optimizer
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.plan.draw import trace_to_json
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
@@ -78,6 +82,8 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, report_first: Callable[[str], N
     trainer.finish()
     trainer.optimizer.synchronize()
     _print_traffic(trainer.optimizer.traffic(), report_first)
+    _print_memory(trainer.optimizer, trainer.device, report_first)
+    _write_trace(trainer.optimizer, trainer.config.offload.offload_trace, report_first)
     if trainer.config.offload.log_state_digest:
         digest = trainer.optimizer.state_digest(vocab_size=tokenizer.vocab_size)
         report_first(f"state digest: {digest}")
@@ -197,6 +203,25 @@ def _print_parameters(chunks: list[DistributedDataParallel]) -> None:
         place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
         count = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
         _report(f" > number of parameters on (tensor, pipeline) model parallel rank {place}: {count}")
+
+
+def _print_memory(optimizer: DeepOffloadOptimizer, device: torch.device, report: Callable[[str], None]) -> None:
+    """Print bytes of state on this rank and the peaks of the process."""
+    host, on_device = optimizer.memory_bytes()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    line = f"> memory: optimizer state {gibibytes(host)} host, {gibibytes(on_device)} device; peak host {gibibytes(peak)}"
+    if device.type == "cuda":
+        line += f", peak device {gibibytes(torch.cuda.max_memory_allocated(device))}"
+    report(line)
+
+
+def _write_trace(optimizer: DeepOffloadOptimizer, path: str | None, report: Callable[[str], None]) -> None:
+    """Write the last step's lanes where --offload-trace says; a collective-free copy of rank 0's."""
+    timeline = optimizer.timeline() if path is not None else None
+    if path is None or timeline is None or dist.get_rank() != 0:
+        return
+    Path(path).write_text(trace_to_json({"measured": timeline}))
+    report(f"> wrote the last step's lanes to {path}: update {timeline.update_seconds * 1e3:.1f} ms")
 
 
 def _print_traffic(here: dict[str, int], report: Callable[[str], None]) -> None:
