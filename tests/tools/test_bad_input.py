@@ -98,6 +98,15 @@ def test_first_bad_line_is_named(tmp_path, out, preprocess):
     assert f"{source}:701: blank line" in result.stderr
 
 
+def test_refused_text_before_a_broken_line(tmp_path, out, run_tool):
+    """The first bad line is named also where the tokenizer, which runs after the parser, is the one to refuse it."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "1"}\n{"text": "two"}\n\n')
+    options = ("--input", source, "--output-prefix", out / "a", "--tokenizer-type", "NullTokenizer", "--vocab-size", 9)
+    result = run_tool("preprocess_data", *options)
+    assert result.returncode == 1 and f"{source}:2: refused by the tokenizer" in result.stderr
+
+
 def test_text_the_tokenizer_refuses(tmp_path, out, run_tool):
     """Text that only the tokenizer finds wrong is a bad line as well, and its neighbors survive a skip."""
     source = tmp_path / "in.jsonl"
