@@ -10,35 +10,36 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron.training.batch import BatchShape
 from megatron.training.config import DataConfig, TrainingConfig
-from megatron.training.data_check import SPLIT_NAMES, SplitSize, check_prefix, check_split, describe_split, split_sizes
+from megatron.training.data_check import NAMES, DataReport, Wanted, check_split, check_whole
+from megatron.training.datasets.blend import Blend, parse_data_path
 from megatron.training.samplers import SequentialBatches, ShuffledBatches
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
-Blend = tuple[list[str], list[float] | None]
 SampleIterator = Iterator[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class DataSource:
-    """Where the tokens of the three splits come from: `blend` cut by `split`, or `per_split`, or generated tokens.
+    """Where the tokens of the three splits come from: `blend` cut by `split`, or `per_split`, or generated tokens."""
 
-    num_samples: samples of each split; 0 builds no dataset. `lines` describe it, `notes` say what stays empty.
-    """
-
-    num_samples: tuple[int, int, int]
+    report: DataReport
     blend: Blend | None = None
     split: str | None = None
-    per_split: tuple[Blend | None, ...] | None = None
-    lines: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    per_split: tuple[Blend | None, ...] = ()
+
+    @property
+    def num_samples(self) -> Wanted:
+        """Samples to build of each split; 0 builds no dataset."""
+        return self.report.num_samples
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What stays empty, one sentence each."""
+        return self.report.notes
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
@@ -56,7 +57,7 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
     )
 
 
-def num_samples_per_split(config: TrainingConfig) -> tuple[int, int, int]:
+def num_samples_per_split(config: TrainingConfig) -> Wanted:
     """Return the samples that training, all its evaluations, and the test at the end take."""
     per_evaluation = config.logging.eval_iters * config.batch.global_batch_size
     num_evaluations = config.num_iterations // config.logging.eval_interval + 1 + config.logging.eval_at_start
@@ -67,31 +68,20 @@ def num_samples_per_split(config: TrainingConfig) -> tuple[int, int, int]:
 def check_data(config: TrainingConfig) -> DataSource:
     """Return the data of a run after reading its indices (no tokens, no other rank).
 
-    Raises ValueError, one sentence, for a prefix that is missing or cut short and for a split that has no tokens.
+    Raises ValueError, one sentence, for a prefix that is missing or damaged and for a split that has no tokens.
     """
-    data, wanted = config.data, num_samples_per_split(config)
+    data, wanted, seq_length = config.data, num_samples_per_split(config), config.model.seq_length
     if data.mock_data:
-        return DataSource(wanted)
+        return DataSource(DataReport(wanted))
     if data.data_path or data.data_args_path:
-        blend = parse_blend(data.data_path or _read_words(data.data_args_path or ""), "--data-path")
+        blend = parse_data_path(data.data_path or _read_words(data.data_args_path or ""))
         assert data.split is not None, "DataConfig fills the split beside --data-path"
-        return _check_blend(config, blend, data.split, wanted)
+        return DataSource(check_split(blend, data.split, wanted, seq_length), blend=blend, split=data.split)
     if not data.train_data_path:
         raise ValueError("no data is given: use --data-path PREFIX, --train-data-path PREFIX or --mock-data")
-    return _check_per_split(config, wanted)
-
-
-def parse_blend(words: Sequence[str], flag: str) -> Blend:
-    """Return prefixes and weights of `PREFIX ...` or `WEIGHT PREFIX WEIGHT PREFIX ...` (None: no weights)."""
-    try:
-        weights = [float(word) for word in words[::2]]
-    except ValueError:
-        return list(words), None
-    if len(words) % 2:
-        raise ValueError(f"{flag} {' '.join(words)} has a weight without a prefix: give WEIGHT PREFIX pairs")
-    if not all(weight >= 0 for weight in weights) or not sum(weights) > 0:
-        raise ValueError(f"{flag} has weights {weights}: they must be 0 or more, and one of them more than 0")
-    return list(words[1::2]), weights
+    words = (data.train_data_path, data.valid_data_path, data.test_data_path)
+    blends = tuple(parse_data_path(part) if part else None for part in words)
+    return DataSource(check_whole(blends, wanted, seq_length), per_split=blends)
 
 
 def _read_words(path: str) -> list[str]:
@@ -100,52 +90,6 @@ def _read_words(path: str) -> list[str]:
             return file.read().split()
     except OSError as error:
         raise ValueError(f"--data-args-path {path} cannot be read: {error.strerror}") from None
-
-
-def _check_blend(config: TrainingConfig, blend: Blend, split: str, wanted: tuple[int, int, int]) -> DataSource:
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    sizes: list[list[SplitSize]] = [[] for _ in SPLIT_NAMES]
-    notes: list[str] = []
-    for prefix in blend[0]:
-        index = check_prefix(prefix)
-        parts = split_sizes(index, matrix)
-        notes += check_split(prefix, len(index.lengths), split, parts, wanted)
-        for total, part in zip(sizes, parts):
-            if part is not None:
-                total.append(part)
-    if notes:
-        wanted = (wanted[0], wanted[1], 0)
-    lines = _describe(sizes, wanted, config.model.seq_length)
-    return DataSource(wanted, blend=blend, split=split, lines=lines, notes=tuple(notes))
-
-
-def _check_per_split(config: TrainingConfig, wanted: tuple[int, int, int]) -> DataSource:
-    data = config.data
-    blends: list[Blend | None] = []
-    sizes: list[list[SplitSize]] = []
-    samples: list[int] = []
-    for name, words, count in zip(
-        SPLIT_NAMES, (data.train_data_path, data.valid_data_path, data.test_data_path), wanted
-    ):
-        flag = {"training": "--train-data-path", "validation": "--valid-data-path"}.get(name, "--test-data-path")
-        blend = parse_blend(words, flag) if words else None
-        own: list[SplitSize] = []
-        for prefix in blend[0] if blend else []:
-            index = check_prefix(prefix)
-            size = SplitSize(len(index.lengths), int(index.lengths.sum(dtype="int64")))
-            if size.num_tokens == 0:
-                raise ValueError(f"{flag} {prefix} holds {size.num_sequences} empty documents: use other data")
-            own.append(size)
-        blends.append(blend)
-        sizes.append(own)
-        samples.append(count if blend else 0)
-    lines = _describe(sizes, samples, config.model.seq_length)
-    return DataSource((samples[0], samples[1], samples[2]), per_split=tuple(blends), lines=lines)
-
-
-def _describe(sizes: Sequence[Sequence[SplitSize]], samples: Sequence[int], seq_length: int) -> tuple[str, ...]:
-    rows = zip(SPLIT_NAMES, sizes, samples)
-    return tuple(describe_split(name, own, count, seq_length) for name, own, count in rows if own)
 
 
 class TrainingData:
@@ -202,7 +146,7 @@ class TrainingData:
         group = config.batch.micro_batch_size * config.data_parallel_size
         if (not shuffled and total < self._wanted[split]) or total < group:
             raise ValueError(
-                f"{SPLIT_NAMES[split]} takes {self._wanted[split]} samples, but one pass over the data has {total}: "
+                f"{NAMES[split]} takes {self._wanted[split]} samples, but one pass over the data has {total}: "
                 "give weights to --data-path (data then repeats), --dataloader-type cyclic, or train less"
             )
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -224,11 +168,11 @@ def _build_datasets(
     config: TrainingConfig, source: DataSource, tokenizer: Tokenizer, is_source: bool
 ) -> list[torch.utils.data.Dataset | None]:
     data, sizes = config.data, list(source.num_samples)
-    per_split = [blend if size else None for blend, size in zip(source.per_split or (), sizes)]
+    per_split = [_core_blend(blend) if size else None for blend, size in zip(source.per_split, sizes)]
     settings = GPTDatasetConfig(
         random_seed=config.lifecycle.seed,
         sequence_length=config.model.seq_length,
-        blend=source.blend,
+        blend=_core_blend(source.blend),
         blend_per_split=per_split or None,
         split=source.split,
         num_dataset_builder_threads=data.num_dataset_builder_threads,
@@ -261,6 +205,13 @@ def _build_datasets(
             raise
 
 
+def _core_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:
+    """Return a blend as megatron-core spells it."""
+    if blend is None:
+        return None
+    return list(blend.prefixes), None if blend.weights is None else list(blend.weights)
+
+
 def _cache_error(data: DataConfig, error: OSError) -> ValueError:
     where = data.data_cache_path or "the cache folder beside the data"
     return ValueError(f"the index cache in {where} cannot be used ({error}): point --data-cache-path to another folder")
@@ -271,5 +222,5 @@ def print_datasets(source: DataSource, report: Callable[[str], None]) -> None:
     report(" > datasets target sizes (minimum size):")
     for name, count in zip(("train", "validation", "test"), source.num_samples):
         report(f"    {name + ':':<12}{count}")
-    for line in source.lines:
+    for line in source.report.lines:
         report(line)

@@ -1,27 +1,20 @@
-"""What lies behind a data prefix, checked before anything is built: whole files, and a split that can be drawn from.
+"""Whether each split of the data has tokens, checked before anything is built, and what the splits amount to.
 
-Without these checks a cut file fails at some late sample, and a split without tokens is searched for ever.
+megatron-core searches a split without tokens for ever. numpy only.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.training.datasets.indexed_format import HEADER_BYTES, bin_path, idx_path, unpack_header
+from megatron.training.datasets.blend import Blend, parse_split, split_ranges, suggest_split
+from megatron.training.datasets.check import check_prefix, read_lengths
 
-SPLIT_NAMES = ("training", "validation", "test")
-
-
-@dataclass(frozen=True, slots=True)
-class IndexedTokens:
-    """A checked PREFIX.bin/PREFIX.idx pair. `lengths`: int32 [sequences], tokens of each, read from disk as needed."""
-
-    prefix: str
-    lengths: np.ndarray
+NAMES = ("training", "validation", "test")
+Wanted = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,105 +25,70 @@ class SplitSize:
     num_tokens: int
 
 
-def check_prefix(prefix: str) -> IndexedTokens:
-    """Return the index of `prefix`.
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """num_samples: what is left to build of what is wanted; `lines` describe the splits, `notes` what stays empty."""
 
-    Raises ValueError, one sentence, where a file is missing, no index, empty, or shorter than the index says.
+    num_samples: Wanted
+    lines: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def check_split(blend: Blend, split: str, wanted: Wanted, seq_length: int) -> DataReport:
+    """Check every prefix of a blend that `split` cuts into training, validation and test.
+
+    wanted: samples of each split. A test split without tokens is given up with a note. Raises ValueError, one
+    sentence, for damaged files and for training or validation without tokens.
     """
-    for path in (idx_path(prefix), bin_path(prefix)):
-        if not os.path.isfile(path):
-            stem, suffix = os.path.splitext(prefix)
-            hint = (
-                f"give the prefix without the suffix, {stem}"
-                if suffix in (".bin", ".idx")
-                else ("give the path of PREFIX.bin and PREFIX.idx without its suffix")
+    shares = parse_split(split)
+    sizes: list[list[SplitSize]] = [[], [], []]
+    empty: tuple[list[str], list[str], list[str]] = ([], [], [])
+    counts = []
+    for prefix in blend.prefixes:
+        count = check_prefix(prefix).num_sequences
+        lengths = read_lengths(prefix)
+        counts.append(count)
+        for index, part in enumerate(split_ranges(shares, count)):
+            begin, end = part or (0, 0)
+            size = SplitSize(end - begin, int(lengths[begin:end].sum(dtype=np.int64)))
+            sizes[index].append(size)
+            if size.num_tokens == 0:
+                empty[index].append(f"{prefix} ({count} documents)")
+    for index in (0, 1):
+        if wanted[index] and empty[index]:
+            better = suggest_split(tuple(share or 1.0 / 3 for share in shares), counts)
+            ways = [f"use for example --split {better}"] if better else ["use more data"]
+            ways += ["--eval-iters 0"] if index == 1 else []
+            raise ValueError(
+                f"--split {split} leaves no token for {NAMES[index]} of {', '.join(empty[index][:3])}: "
+                f"{' or '.join(ways)}"
             )
-            raise ValueError(f"the data prefix {prefix} has no file {path}: {hint}")
-    path = idx_path(prefix)
-    with open(path, "rb") as file:
-        header = unpack_header(file.read(HEADER_BYTES), path)
-    have = os.path.getsize(path)
-    if have < HEADER_BYTES + header.body_bytes:
-        raise ValueError(
-            f"{path} has {have} bytes, but its header announces {HEADER_BYTES + header.body_bytes}: the file was cut "
-            "short, copy or make it again"
-        )
-    count = header.num_sequences
-    if count == 0:
-        raise ValueError(f"{path} holds 0 documents: there is nothing to train on, make the dataset again")
-    lengths = np.memmap(path, dtype=np.int32, mode="r", offset=HEADER_BYTES, shape=(count,))
-    pointers = np.memmap(path, dtype=np.int64, mode="r", offset=HEADER_BYTES + 4 * count, shape=(count,))
-    boundary = np.memmap(
-        path, dtype=np.int64, mode="r", offset=HEADER_BYTES + 12 * count, shape=(header.num_boundaries,)
-    )
-    last = int(boundary[-1]) if header.num_boundaries else 0
-    if last != count:
-        raise ValueError(
-            f"{path} ends its documents at sequence {last}, but holds {count} sequences: make the dataset again"
-        )
-    need = int(pointers[-1]) + int(lengths[-1]) * header.dtype.itemsize
-    have = os.path.getsize(bin_path(prefix))
-    if have < need:
-        raise ValueError(
-            f"{bin_path(prefix)} has {have} bytes, but {path} describes {need}: the file was cut short, copy or make "
-            "it again"
-        )
-    return IndexedTokens(prefix, lengths)
-
-
-def split_sizes(index: IndexedTokens, split_matrix: Sequence[tuple[float, float] | None]) -> list[SplitSize | None]:
-    """Return what each split gets of a prefix, None for a split that was not asked for.
-
-    split_matrix: begin and end of each split as parts of 1, as megatron-core cuts sequences.
-    """
-    count = len(index.lengths)
-    sizes: list[SplitSize | None] = []
-    for part in split_matrix:
-        if part is None:
-            sizes.append(None)
-            continue
-        begin, end = int(round(part[0] * float(count))), int(round(part[1] * float(count)))
-        sizes.append(SplitSize(end - begin, int(index.lengths[begin:end].sum(dtype=np.int64))))
-    return sizes
-
-
-def check_split(
-    prefix: str, num_sequences: int, split: str, sizes: Sequence[SplitSize | None], wanted: Sequence[int]
-) -> list[str]:
-    """Check that every split that samples are wanted of has tokens. Returns notes on splits that stay empty.
-
-    wanted: samples per split. An empty test split is only noted. Raises ValueError naming the split and a better one.
-    """
     notes = []
-    for index, (size, samples) in enumerate(zip(sizes, wanted)):
-        if samples == 0 or (size is not None and size.num_tokens > 0):
-            continue
-        name = SPLIT_NAMES[index]
-        what = "0 documents" if size is None or size.num_sequences == 0 else f"{size.num_sequences} empty documents"
-        if name == "test":
-            notes.append(f"--split {split} gives the test {what} of {prefix}: no test at the end.")
-            continue
-        way_out = f"--split {_suggest(num_sequences)}" + (" or --eval-iters 0" if name == "validation" else "")
-        raise ValueError(
-            f"--split {split} gives {name} {what} of the {num_sequences} in {prefix}: use {way_out}, or more data"
-        )
-    return notes
+    if wanted[2] and empty[2]:
+        notes.append(f"--split {split} leaves no token for the test of {', '.join(empty[2][:3])}: no test at the end.")
+        wanted = (wanted[0], wanted[1], 0)
+    return DataReport(wanted, _describe(sizes, wanted, seq_length), tuple(notes))
 
 
-def _suggest(num_sequences: int) -> str:
-    """Return a split that leaves at least one sequence for training and one for validation."""
-    if num_sequences < 2:
-        return "1,0,0"
-    held_out = max(1, num_sequences // 20)
-    return f"{num_sequences - held_out},{held_out},0"
+def check_whole(blends: Sequence[Blend | None], wanted: Wanted, seq_length: int) -> DataReport:
+    """Check prefixes that belong to one split as a whole; a split without prefixes gets no samples."""
+    sizes = []
+    for blend in blends:
+        prefixes = [] if blend is None else [check_prefix(prefix) for prefix in blend.prefixes]
+        sizes.append([SplitSize(prefix.num_sequences, prefix.num_tokens) for prefix in prefixes])
+    first, second, third = (count if blend is not None else 0 for blend, count in zip(blends, wanted))
+    kept = (first, second, third)
+    return DataReport(kept, _describe(sizes, kept, seq_length))
 
 
-def describe_split(name: str, sizes: Sequence[SplitSize], num_samples: int, seq_length: int) -> str:
-    """Return one line: how many tokens a split has and how often its samples go through them."""
-    tokens = sum(size.num_tokens for size in sizes)
-    documents = sum(size.num_sequences for size in sizes)
-    epochs = num_samples * seq_length / tokens if tokens else 0.0
-    return (
-        f"    {name}: {tokens:,} tokens in {documents:,} documents, {num_samples:,} samples of {seq_length} "
-        f"= {epochs:.2f} epochs"
-    )
+def _describe(sizes: Sequence[Sequence[SplitSize]], wanted: Wanted, seq_length: int) -> tuple[str, ...]:
+    """Return a line for each split: how many tokens it has and how often its samples go through them."""
+    lines = []
+    for name, own, num_samples in zip(NAMES, sizes, wanted):
+        tokens = sum(size.num_tokens for size in own)
+        if tokens:
+            lines.append(
+                f"    {name}: {tokens:,} tokens in {sum(size.num_sequences for size in own):,} documents, "
+                f"{num_samples:,} samples of {seq_length} = {num_samples * seq_length / tokens:.2f} epochs"
+            )
+    return tuple(lines)

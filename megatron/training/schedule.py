@@ -13,20 +13,13 @@ def build_scheduler(config: TrainingConfig, optimizer: MegatronOptimizer) -> Opt
 
     Its steps are samples: after each successful update the loop calls `step(global batch)`, so that a skipped update
     does not advance it. At construction it writes the rates of the first update (--lr-warmup-init with a warm-up).
-    Raises ValueError for a missing learning rate and a warm-up that is as long as the decay.
+    Raises ValueError for a missing learning rate; that the warm-up fits into the decay is TrainingConfig's to check.
     """
     lr, samples = config.lr, config.lr_samples
     if config.lifecycle.skip_train:
         return OptimizerParamScheduler(optimizer, 0.0, 0.0, 0.0, 0, 1, "constant", 0.0, 0.0, 1, "constant")
     if lr.lr is None:
         raise ValueError("--lr is not given: training needs a learning rate")
-    if samples.decay <= 0:
-        raise ValueError("the learning rate decays over 0 samples: give --train-iters or --train-samples")
-    if samples.warmup >= samples.decay:
-        raise ValueError(
-            f"the learning rate's warm-up takes {samples.warmup:g} samples and its decay, warm-up included, "
-            f"{samples.decay}: shorten the warm-up or lengthen --lr-decay-iters"
-        )
     return OptimizerParamScheduler(
         optimizer,
         init_lr=lr.lr_warmup_init,
