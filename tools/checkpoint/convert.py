@@ -1,0 +1,13 @@
+"""Convert HuggingFace checkpoints to ours and back: `python tools/checkpoint/convert.py --help`. Needs no GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.training.conversion.cli import main  # noqa: E402 - the path must be set first
+
+if __name__ == "__main__":
+    sys.exit(main())
