@@ -217,3 +217,16 @@ def test_near_the_measured_share_sweeps(case):
         errors.append(abs(rate / measured - 1))
     assert sorted(errors)[len(errors) // 2] <= 0.10
     assert max(errors) <= 0.21
+
+
+def test_lanes_that_did_not_share_memory_would_be_seen(monkeypatch):
+    """Without contention the simulator beats the bound of a machine with little memory bandwidth."""
+    from deep_offload.model import simulator
+
+    profile = calm(dram_bytes_per_s=60e9, host_dram_bytes_per_s=60e9)
+    layout, state = even_layout(8), StateFormat(wire="param")
+    plan = build_plan(layout, place_by_share(8, 0.5), 4)
+    bound = max(work_seconds(plan.ops, layout, state, profile).values())
+    assert makespan(plan, layout, state, profile) >= bound
+    monkeypatch.setattr(simulator, "_share", lambda tasks, wanted, capacity: [most for _, most in tasks])
+    assert makespan(plan, layout, state, profile) < bound

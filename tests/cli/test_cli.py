@@ -1,0 +1,176 @@
+"""`python -m deep_offload`: what it prints, its exit codes, one sentence for nonsense, and no torch for plans."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deep_offload.cli import main
+from deep_offload.model.hardware import profile_from_json, profile_to_json
+from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.plan.draw import read_trace
+from deep_offload.plan.ops import OpKind
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path / "cache"))
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    try:
+        code = main(words)
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_plan_of_a_run_that_fits(capsys):
+    """Bytes, times, a table of strategies, costs and a command to paste; exit code 0."""
+    code, out, _ = run(capsys, "plan", "--model", "8b", "--profile", "h200", "--tokens", "1e9")
+    assert code == 0
+    for part in (
+        "8.03 B parameters",
+        "strategies on the same run:",
+        "all on the CPU (ZeRO-Offload style)",
+        "stride 2 (Deep Optimizer States style)",
+        "no offload needed",
+        "1e+09 tokens: 488282 iterations",
+        "one checkpoint:",
+        "python pretrain_gpt.py",
+        "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336",
+        "--group-query-attention --num-query-groups 8",
+        "--interleaved-offload",
+    ):
+        assert part in out
+    rows = [line for line in out.splitlines() if "bound by" in line and "GiB" in line]
+    assert len(rows) == 8
+
+
+def test_plan_of_a_run_that_does_not_fit(capsys):
+    """Exit code 2, bytes needed and there, and where it would fit."""
+    code, out, _ = run(capsys, "plan", "--model", "20b", "--profile", "h200", "--no-alternatives")
+    assert code == 2
+    assert "of host memory, but this rank has 125.00 GiB" in out and "it would fit on 2 GPU(s)" in out
+    assert "pretrain_gpt.py" not in out
+
+
+def test_plan_searches(capsys):
+    """Auto finds the fewest GPUs, largest the most layers, and a layout is found where only a cut one fits."""
+    code, out, _ = run(capsys, "plan", "--model", "20b", "--gpus", "auto", "--profile", "h200", "--no-alternatives")
+    assert code == 0 and "ranks: 2 = " in out and "torchrun --nproc-per-node 1 --nnodes 2 pretrain_gpt.py" in out
+    code, out, _ = run(capsys, "plan", "--model", "8b", "--largest", "--profile", "h200")
+    assert code == 0 and "largest model of this width on 1 GPU(s) of h200: " in out
+    code, out, _ = run(capsys, "plan", "--model", "70b", "--gpus", "8", "--profile", "h100x8", "--no-alternatives")
+    assert code == 0 and "tensor 4" in out and "--recompute-granularity full" in out
+
+
+def test_plan_of_given_sizes(capsys):
+    """Sizes on the command line make the model, the vocabulary is padded, and flags of the engine are kept."""
+    sizes = ("--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "1000")
+    flags = ("--offload-gpu-share", "0.25", "--offload-num-slots", "2", "--grad-buffer", "fp32")
+    code, out, _ = run(capsys, "plan", *sizes, *flags, "--profile", "h200", "--no-alternatives")
+    assert code == 0 and "GPU share 0.25" in out and "2 slots" in out and "gradient wire fp32" in out
+    assert "--offload-gpu-share 0.25 --offload-num-slots 2" in out and "--grad-reduce-in-bf16" not in out
+
+
+NONSENSE = [
+    (("plan", "--model", "7x"), "model '7x' is unknown, known are 7b"),
+    (("plan", "--model", "7b", "--gpus", "0"), "--gpus is '0', allowed are auto and whole numbers from 1"),
+    (("plan", "--model", "7b", "--gpus", "3", "--tensor-model-parallel-size", "2"), "--gpus 3 is not a multiple"),
+    (("plan", "--model", "7b", "--gpus", "auto", "--tensor-model-parallel-size", "2"), "--gpus auto chooses"),
+    (("plan", "--model", "7b", "--num-layers", "3"), "--model 7b already sets --num-layers"),
+    (("plan", "--num-layers", "3"), "incomplete: give --model, or also --hidden-size"),
+    (("plan", "--modle", "7b"), "--modle is unknown, did you mean --model?"),
+    (("plan", "--model", "7b", "--offload-gpu-share", "1.5"), "--offload-gpu-share is 1.5, allowed are auto and numb"),
+    (("plan", "--model", "7b", "--offload-gpu-share", "much"), "--offload-gpu-share"),
+    (("plan", "--model", "7b", "--profile", "nowhere.json"), "'nowhere.json' cannot be read"),
+    (("plan", "--model", "7b", "--tokens", "-5"), "--tokens is -5.0"),
+    (("plan", "--model", "7b", "--seq-length", "0"), "--seq-length is 0"),
+    (("plan", "--model", "7b", "--gpus", "2", "--global-batch-size", "3"), "--global-batch-size 3 is not a multiple"),
+    (("plan", "--model", "7b", "--largest", "--gpus", "auto"), "give --gpus a number"),
+    (("calibrate", "--threads", "0"), "--threads is 0"),
+    (("show-plan", "--subgroups", "0"), "--subgroups and --subgroup-numel must be at least 1"),
+    (("show-plan", "--stride", "0"), "--offload-stride is 0"),
+    (("show-plan", "--slots", "0"), "0 staging slots"),
+    (("dance",), "dance"),
+    ((), "command"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), NONSENSE, ids=[" ".join(words) or "nothing" for words, _ in NONSENSE])
+def test_nonsense_gets_one_sentence(capsys, words, message):
+    """Exit code 2 and a sentence that names the argument and what is allowed, no traceback."""
+    if "--profile" not in words and words and words[0] != "calibrate" and words[0] != "dance":
+        words = (*words, "--profile", "h200")
+    code, out, err = run(capsys, *words)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_a_profile_with_a_missing_field(capsys, tmp_path):
+    """A file that lacks a rate is named with the rate."""
+    values = json.loads(profile_to_json(BUILT_IN_PROFILES["h200"]))
+    del values["d2h_bytes_per_s"]
+    (tmp_path / "p.json").write_text(json.dumps(values))
+    code, _, err = run(capsys, "plan", "--model", "7b", "--profile", str(tmp_path / "p.json"))
+    assert code == 2 and "lacks the field d2h_bytes_per_s" in err
+
+
+def test_show_plan(capsys, tmp_path):
+    """The lanes are drawn, every operation is listed on request, and the trace reads back."""
+    trace = tmp_path / "trace.json"
+    words = ("show-plan", "--subgroups", "6", "--slots", "2", "--ops", "--trace", str(trace), "--profile", "h200")
+    code, out, _ = run(capsys, *words)
+    assert code == 0 and "prefetch[1] @h2d slot 0" in out and " cpu |" in out and "G parameters/s" in out
+    timeline = read_trace(json.loads(trace.read_text()))["simulated"]
+    assert sum(span.op.kind is OpKind.FLUSH for span in timeline.spans) == 3
+    code, out, _ = run(capsys, "show-plan", "--subgroups", "6", "--stride", "3", "--ops", "--profile", "gh200")
+    assert code == 0 and " flush[2]" in out and " flush[1]" not in out
+
+
+def test_calibrate_writes_what_plan_reads(capsys, tmp_path, monkeypatch):
+    """calibrate keeps this machine's profile, writes the file asked for, and plan then uses it."""
+    measure = pytest.importorskip("deep_offload.runtime.measure")
+
+    def fake(device, num_threads, num_ranks=1):
+        machine = measure.fingerprint(device, num_threads, num_ranks)
+        return replace(BUILT_IN_PROFILES["h200"], name="mine", fingerprint=machine)
+
+    monkeypatch.setattr(measure, "measure_profile", fake)
+    output = tmp_path / "mine.json"
+    code, out, _ = run(capsys, "calibrate", "--use-cpu", "--threads", "1", "--output", str(output))
+    assert code == 0 and profile_from_json(output.read_text()).name == "mine"
+    code, out, _ = run(capsys, "plan", "--model", "1b", "--no-alternatives")
+    assert code == 0 and "hardware profile measured before" in out and "hardware: mine" in out
+
+
+def test_plan_needs_no_torch_and_little_time():
+    """A 20 B plan with its table runs without torch or numpy in under 2 s of processor time."""
+    program = (
+        "import sys, time\n"
+        "from deep_offload.cli import main\n"
+        "code = main(['plan', '--model', '20b', '--gpus', '4', '--profile', 'h100x4'])\n"
+        "heavy = [name for name in ('torch', 'numpy', 'megatron', 'triton') if name in sys.modules]\n"
+        "assert not heavy, heavy\n"
+        "assert code == 0\n"
+        "print('seconds', time.process_time())\n"
+    )
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) < 2.0, f"{time.perf_counter() - start:.1f} s of wall clock"
+
+
+def test_help_lists_the_commands(capsys):
+    """--help names every command and ends with code 0."""
+    code, out, _ = run(capsys, "--help")
+    assert code == 0 and all(name in out for name in ("plan", "calibrate", "show-plan"))
