@@ -20,14 +20,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ((3, 10), (3, 13))
-DISTRIBUTION = "deep-offload"
+OLDEST_TORCH = (2, 6)
 STATE_FILE = "deep_offload_setup.json"
 # The folders that a Python with torch imports from; written into .venv when that Python is itself an environment.
 PARENT_PTH = "deep_offload_parent.pth"
 
 PROBE_TORCH = "import torch; print(torch.__version__)"
 PROBE_SITE = (
-    "import json, site, sys; print(json.dumps([p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]))"
+    "import json, sys; print(json.dumps([p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]))"
 )
 # Requirements of the optional groups that are not installed, one per line.
 PROBE_MISSING = """
@@ -40,14 +40,16 @@ def found(name):
     except metadata.PackageNotFoundError:
         return None
 
-for text in sorted(set(metadata.requires("deep-offload") or [])):
+missing = set()
+for text in metadata.requires("deep-offload") or []:
     requirement = Requirement(text)
     groups = [g for g in ("dev", "data", "hf", "tensorboard", "demo") if requirement.marker and
               requirement.marker.evaluate({"extra": g}) and not requirement.marker.evaluate({"extra": ""})]
     if groups and requirement.name != "deep-offload":
         version = found(requirement.name)
         if version is None or not requirement.specifier.contains(version, prereleases=True):
-            print(f"{requirement.name}{requirement.specifier}")
+            missing.add(f"{requirement.name}{requirement.specifier}")
+print(*sorted(missing), sep="\\n")
 """
 
 
@@ -118,10 +120,21 @@ def check_python() -> None:
         )
 
 
+def check_torch(version: str) -> None:
+    """Raise SetupError for a torch that is too old to keep."""
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    if numbers < OLDEST_TORCH:
+        raise SetupError(
+            f"{sys.executable} has torch {version}, older than {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]}: update it, or "
+            "name a Python without torch with PYTHON= to get one"
+        )
+
+
 def make_venv(folder: Path) -> None:
     """Create the environment; it sees the packages of this Python where those include a torch that imports."""
     torch_version = probe(sys.executable, PROBE_TORCH)
     if torch_version:
+        check_torch(torch_version)
         say(f"making {folder} over {sys.executable}, whose torch {torch_version} is kept")
     else:
         say(f"making {folder} with {sys.executable} (Python {sys.version.split()[0]})")
