@@ -142,7 +142,9 @@ def _only(name: str, words: list[str]) -> str:
 
 
 def _replaced(draft: Draft, flag: Given) -> tuple[str, list[str]]:
-    """Replace values that Megatron knows and that mean something else here."""
+    """Replace values that Megatron or its relatives know under another name here."""
+    if (flag.name, flag.words) == ("--tokenizer-type", ["PretrainedFromHF"]):
+        return flag.name, ["HuggingFaceTokenizer"]
     if (flag.name, flag.words) == ("--ckpt-format", ["torch"]):
         _note(draft, "--ckpt-format torch: checkpoints are written as torch_dist, the only format written here")
         return flag.name, ["torch_dist"]

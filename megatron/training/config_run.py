@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.training.config_model import require, require_positive
+from megatron.training.config_model import fill, require, require_positive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +89,8 @@ class CheckpointConfig:
     """Spread loading over data-parallel ranks."""
 
     def __post_init__(self) -> None:
+        if self.save_interval == 0:  # Megatron's "never"
+            fill(self, "save_interval", None)
         require(
             self.save is None or self.save_interval is not None,
             f"--save {self.save} without --save-interval never saves: add --save-interval N",

@@ -83,16 +83,19 @@ class Explanation:
         return sum(flag.verdict in _SURPRISES for flag in self.flags) + (self.contradiction is not None)
 
 
-def explain(text: str, arguments: Sequence[str] = (), *, is_yaml: bool = False) -> Explanation:
+def explain(
+    text: str, arguments: Sequence[str] = (), *, folder: Path | None = None, is_yaml: bool = False
+) -> Explanation:
     """Return what would become of the flags of a launch script, or of a YAML file with flags as keys.
 
-    arguments: what the script would be started with, $1 and so on; without them such values are open.
+    arguments: what the script would be started with, $1 and so on; without them such values are open. folder: where
+    files that the script sources are looked for.
     Raises ValueError, one sentence, where no training command with flags can be found.
     """
     if is_yaml:
         program, words, world_size = "pretrain_gpt.py", _yaml_words(text), None
     else:
-        program, words, world_size = _launch(text, arguments)
+        program, words, world_size = _launch(text, arguments, folder)
     given = [_without_extra_unknowns(flag) for flag in split_words(_from_first_flag(words))]
     reports = tuple(_report(flag) for flag in given)
     open_values = sorted({name for word in words for name in re.findall("\0([^\0]*)\0", word)})
@@ -104,11 +107,11 @@ def explain(text: str, arguments: Sequence[str] = (), *, is_yaml: bool = False) 
     return Explanation(program, reports, tuple(open_values), num_ranks, contradiction)
 
 
-def _launch(text: str, arguments: Sequence[str]) -> tuple[str, list[str], int | None]:
+def _launch(text: str, arguments: Sequence[str], folder: Path | None) -> tuple[str, list[str], int | None]:
     """Return (program, its words, world size if the script fixes it) of the command with the most known flags."""
     known = {*flags_by_name(), *MAPPED, *NO_EFFECT, *ONLY}
     best: tuple[int, list[str], int] = (0, [], 0)
-    for words in find_commands(text, arguments):
+    for words in find_commands(text, arguments, folder):
         programs = [index for index, word in enumerate(words) if word.endswith(".py")]
         for index in programs:
             count = sum(word.partition("=")[0] in known for word in words[index + 1 :])
@@ -271,7 +274,8 @@ def main(argv: Sequence[str], *, program: str = "explain") -> int:
     path = argv[0]
     try:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-        explanation = explain(text, argv[1:], is_yaml=path.endswith((".yaml", ".yml")))
+        is_yaml = path.endswith((".yaml", ".yml"))
+        explanation = explain(text, argv[1:], folder=Path(path).parent, is_yaml=is_yaml)
     except OSError as error:
         print(f"{program}: error: {path} cannot be read: {error.strerror}", file=sys.stderr)
         return 2

@@ -19,6 +19,9 @@ _GROUPS: tuple[tuple[str, dict[str, int | str]], ...] = (
             "--no-bias-swiglu-fusion": 0,
             "--no-bias-dropout-fusion": 0,
             "--no-rope-fusion": 0,
+            "--use-fused-rmsnorm": 0,
+            "--use-fused-swiglu": 0,
+            "--use-fused-rotary-pos-emb": 0,
             "--cross-entropy-loss-fusion": 0,
             "--cross-entropy-fusion-impl": 1,
             "--disable-jit-fuser": 0,
@@ -269,6 +272,7 @@ MAPPED: dict[str, tuple[int | str, str]] = {
     "--optimizer-offload-fraction": (1, "F sets --offload-resident-fraction 1-F, with --optimizer-cpu-offload"),
     "--main-grads-dtype": (1, "bf16 sets --grad-reduce-in-bf16"),
     "--patch-tokenizer-type": (1, "sets --tokenizer-type HuggingFaceTokenizer, read from --load"),
+    "--tokenizer-name-or-path": (1, "sets --tokenizer-model"),
     "--no-use-tokenizer-model-from-checkpoint-args": (0, "keeps --tokenizer-model with --use-checkpoint-args"),
 }
 """Flag that sets other flags: (number of values, what it does). `flags_rules.py` does it."""

@@ -76,6 +76,9 @@ def _recompute_flags(draft: Draft) -> None:
 
 
 def _tokenizer_flags(draft: Draft) -> None:
+    path = draft.mapped.get("--tokenizer-name-or-path")
+    if path is not None and draft.get("tokenizer_model") is None:
+        draft.values["tokenizer_model"] = path[0]
     words = draft.mapped.get("--patch-tokenizer-type")
     if words is None:
         return

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word (raw, quotes kept), an operator, or `name=(...)` with its raw words in `items`."""
+    """A `word` (raw, quotes kept), an `op`erator, `array`: name=(...) with its raw words, or `arith`: the inside
+    of ((...)).
+    """
 
     kind: str
     text: str
@@ -102,6 +104,10 @@ def _tokens(text: str) -> Iterator[Token]:
             heredocs = []
         elif char == "#":
             position = _line_end(text, position)
+        elif text.startswith("((", position):
+            end = _skip_parens(text, position)
+            yield Token("arith", text[position + 2 : max(end - 2, position + 2)])
+            position = end
         elif redirection := next((op for op in _REDIRECTIONS if text.startswith(op, position)), None):
             position += len(redirection)
             while position < len(text) and text[position] in " \t":

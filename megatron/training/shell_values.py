@@ -24,6 +24,14 @@ _OPERATIONS = {
     ast.Div: lambda a, b: int(math.copysign(abs(a) // abs(b), a * b)),  # towards zero, as in C
     ast.Mod: lambda a, b: int(math.copysign(abs(a) % abs(b), a)),
 }
+_COMPARISONS = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
 
 
 def unknown(name: str) -> str:
@@ -110,16 +118,15 @@ class Values:
         """Return (position behind the expansion, its values: several for an array)."""
         if raw.startswith("$((", position):
             end = _close(raw, position + 1)
-            return end, [self._arithmetic(raw[position + 3 : end - 2])]
+            return end, [self.arithmetic(raw[position + 3 : end - 2])]
         if raw.startswith("$(", position):
             end = _close(raw, position + 1)
             inner = raw[position + 2 : end - 1].strip()
-            if inner.startswith("echo ") and not set(inner) & set("|;&<>"):
-                return end, [self._echo(inner[5:])]
-            return end, [unknown("command")]
+            return end, [self._output(inner)]
         if raw[position] == "`":
             end = raw.find("`", position + 1)
-            return (len(raw) if end < 0 else end + 1), [unknown("command")]
+            end = len(raw) if end < 0 else end
+            return end + 1, [self._output(raw[position + 1 : end].strip())]
         if raw.startswith("${", position):
             end = _close(raw, position + 1)
             return end, self._parameter(raw[position + 2 : end - 1])
@@ -130,10 +137,17 @@ class Values:
             return position + 1, ["$"]
         return match.end(), self._lookup(match.group())
 
-    def _echo(self, words: str) -> str:
-        return " ".join(
-            field for raw in (token.text for token in tokenize(words)) for field in self.expand(raw) if field != "-n"
-        )
+    def _output(self, command: str) -> str:
+        """Return what a command prints, for the two that compute values, and for comments."""
+        name, _, words = command.partition(" ")
+        if not command or command.startswith("#"):
+            return ""
+        if name == "expr":
+            return self.arithmetic(words.replace("\\*", "*").replace("'*'", "*"))
+        if name != "echo" or set(command) & set("|;&<>"):
+            return unknown("command")
+        fields = [field for token in tokenize(words) for field in self.expand(token.text)]
+        return " ".join(field for field in fields if field not in ("-n", "-e"))
 
     def _lookup(self, name: str, index: str = "") -> list[str]:
         value = self.variables.get(name)
@@ -169,18 +183,24 @@ class Values:
             return self.expand(word) if filled else [""]
         if filled or kind.endswith("?"):
             return self._lookup(name, index or "")
-        return [self.text(f'"{word}"') if '"' not in word and "'" not in word else self.text(word)]
+        value = self.text(f'"{word}"') if '"' not in word and "'" not in word else self.text(word)
+        if kind.endswith("="):
+            self.variables[name] = value
+        return [value]
 
-    def _arithmetic(self, expression: str) -> str:
+    def arithmetic(self, expression: str) -> str:
+        """Return the value of $((expression))."""
+
         def value_of(match: re.Match[str]) -> str:
             value = self.variables.get(match.group(1), "")
             return value if isinstance(value, str) and value.lstrip("-").isdigit() else "?"
 
         plain = "".join(self.expand(f'"{expression}"')).strip()
         plain = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", value_of, plain) if not has_unknown(plain) else "?"
+        plain = plain.replace("&&", " and ").replace("||", " or ")
         try:
-            return str(_evaluate(ast.parse(plain, mode="eval").body))
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+            return str(int(_evaluate(ast.parse(plain.strip(), mode="eval").body)))
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
             return unknown("computed")
 
 
@@ -249,4 +269,9 @@ def _evaluate(node: ast.expr) -> int:
         return _OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand)
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+        return _COMPARISONS[type(node.ops[0])](_evaluate(node.left), _evaluate(node.comparators[0]))
+    if isinstance(node, ast.BoolOp):
+        values = [bool(_evaluate(value)) for value in node.values]
+        return all(values) if isinstance(node.op, ast.And) else any(values)
     raise ValueError

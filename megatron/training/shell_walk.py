@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.training.shell_syntax import Case, Command, For, Function, Group, If, Item, Loop, Node, Token, parse
 from megatron.training.shell_values import Values, has_unknown, is_unknown
@@ -19,18 +20,19 @@ _DECLARERS = ("export", "declare", "local", "readonly", "typeset")
 _MAX_COMMANDS = 20_000
 _MAX_DEPTH = 20
 _MAX_ITEMS = 100
+_MAX_BYTES = 1 << 20
 _VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?\Z')
 _OFF = ("", "0", "false", "none", "no", "off")  # an open value that is compared with one of these takes it
 _COMPARISONS = ("=", "==", "!=", "=~", "-eq", "-ne", "-lt", "-le", "-gt", "-ge")
 
 
-def find_commands(text: str, arguments: Sequence[str] = ()) -> list[list[str]]:
+def find_commands(text: str, arguments: Sequence[str] = (), folder: Path | None = None) -> list[list[str]]:
     """Return the words of every command that names a .py file, in the order in which they would start.
 
-    arguments: the script's own, $1 and so on; without any they are unknown. Where no command
-    is started, the variables that hold such a command as text are read instead.
+    arguments: the script's own, $1 and so on; without any they are unknown. folder: where files that the script
+    sources are looked for. Where no command is started, variables that hold such a command as text are read instead.
     """
-    walk = _Walk()
+    walk = _Walk(folder)
     if arguments:
         walk.set_arguments(arguments)
     walk.run(text)
@@ -44,7 +46,8 @@ def find_commands(text: str, arguments: Sequence[str] = ()) -> list[list[str]]:
 
 
 class _Walk:
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
         self.values = Values()
         self.functions: dict[str, list[Item]] = {}
         self.found: list[list[str]] = []
@@ -59,6 +62,16 @@ class _Walk:
             return self._items(parse(text))
         finally:
             self._depth -= 1
+
+    def _read(self, path: str) -> str | None:
+        """Return the text of a file that the script reads in, if it can be found."""
+        if self._folder is None or has_unknown(path):
+            return None
+        try:
+            file = self._folder / path
+            return file.read_text(encoding="utf-8", errors="replace") if file.stat().st_size < _MAX_BYTES else None
+        except (OSError, ValueError):
+            return None
 
     def set_arguments(self, arguments: Sequence[str]) -> None:
         """Set $1 and so on, $@ and $#."""
@@ -125,6 +138,8 @@ class _Walk:
         if not tokens:
             return not negated
         first = tokens[0].text
+        if tokens[0].kind == "arith":
+            return self._arithmetic(first) != negated
         if first in ("[[", "[", "test"):
             return self._test([token.text for token in tokens[1:] if token.text not in ("]", "]]")]) != negated
         if first in _DECLARERS:
@@ -133,6 +148,14 @@ class _Walk:
             return True
         words = [field for token in tokens for field in self.values.expand(token.text)]
         return self._words(words) != negated
+
+    def _arithmetic(self, expression: str) -> bool:
+        """Carry out ((name = value)) and return whether the value is not 0; open values count as not 0."""
+        match = re.match(r"\s*([A-Za-z_]\w*)\s*=(?!=)(.*)\Z", expression, re.DOTALL)
+        value = self.values.arithmetic(match.group(2) if match else expression)
+        if match:
+            self.values.variables[match.group(1)] = value
+        return value != "0"
 
     def _assign(self, token: Token, only: bool) -> bool:
         """Carry an assignment out (before a command it lasts for that command alone: read over)."""
@@ -148,6 +171,9 @@ class _Walk:
         first = words[0]
         if first == "eval":
             return self.run(" ".join(words[1:]))
+        if first in ("source", ".") and len(words) > 1:
+            text = self._read(words[1])
+            return text is not None and self.run(text)
         script = _inline_script(words)
         if script is not None:
             return self.run(script)

@@ -116,6 +116,7 @@ CONTRADICTIONS = [
     ("--lr-decay-samples 100", "--lr-decay-samples does not go with --train-iters: use --lr-decay-iters"),
     ("--lr-warmup-samples 10", "--lr-warmup-samples does not go with --train-iters: use --lr-warmup-iters"),
     ("--save out", "--save out without --save-interval never saves: add --save-interval N"),
+    ("--save out --save-interval 0", "--save out without --save-interval never saves: add --save-interval N"),
     (
         "--global-batch-size 10",
         "--global-batch-size 10 is not a multiple of --micro-batch-size 2 times the data-parallel size 2",
@@ -242,6 +243,13 @@ def test_megatrons_offload_flags_become_ours():
         "--optimizer-cpu-offload --interleaved-offload --offload-gpu-share 0 --offload-num-slots 2"
     ).offload
     assert both.offload_resident_fraction == 0.0 and both.offload_num_slots == 2
+
+
+def test_tokenizers_under_other_names():
+    """The names that relatives of Megatron give to HuggingFace tokenizers are understood."""
+    data = config_of("--tokenizer-type PretrainedFromHF --tokenizer-name-or-path /t").data
+    assert (data.tokenizer_type, data.tokenizer_model) == ("HuggingFaceTokenizer", "/t")
+    assert config_of("--tokenizer-name-or-path /t --tokenizer-model /u").data.tokenizer_model == "/u"
 
 
 def test_checkpoint_args_fill_the_shape():

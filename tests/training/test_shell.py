@@ -45,6 +45,10 @@ SAME_AS_BASH = [
     "set -- p q; true || A=1; true && A=2; run x.py $A",
     "if ! [ a = a ]; then A=1; else A=2; fi; run x.py $A # $(not this",
     'X=08; Y="${X}"; run x.py "--name=$Y/$X" a=b',
+    ': "${A:=$((6 * 7))}"; : ${B:=x}; run x.py $A $B',
+    "A=3; if (( A > 2 && A != 4 )); then B=1; fi; (( C = A + 1 )); (( A == 9 )) || D=2; run x.py $B $C $D",
+    "A=8; run x.py $(expr $A / 2) `expr 3 \\* $A` `# a comment` end",
+    "for ((i=0; i<3; i++)); do :; done; run x.py a",
     'A=\'{"k": [1, 2]}\'; run x.py "$A"',
 ]
 
@@ -69,6 +73,14 @@ def test_open_values_carry_their_names():
     """Arguments, commands and variables of the environment stay open, also inside longer words."""
     script = "A=$1; B=$(hostname -f | head -n1); C=$HOME/x; D=$((A + 1)); run x.py $A $B $C $D $UNSET ${2:-d} `date`"
     assert ours(script) == [["run", "x.py", "$1", "$command", "$HOME/x", "$computed", "$UNSET", "d", "$command"]]
+
+
+def test_files_that_a_script_sources_are_read(tmp_path):
+    """Settings in a file beside the script count as the script's own; a missing file does not."""
+    (tmp_path / "sizes.sh").write_text("LAYERS=7\nARGS=(--hidden-size 64)\n")
+    script = ". ./sizes.sh\nsource none.sh\nrun x.py $LAYERS ${ARGS[@]}"
+    assert find_commands(script, folder=tmp_path) == [["run", "x.py", "7", "--hidden-size", "64"]]
+    assert ours(script) == [["run", "x.py", "$LAYERS", "$ARGS"]]
 
 
 def test_arguments_can_be_given():
