@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.training import flags_rules
 from megatron.training.arguments import build_config, parse_args
 from megatron.training.flags import all_flags, flags_by_name
 from megatron.training.flags_accepted import MAPPED, NO_EFFECT, ONLY
@@ -203,6 +204,36 @@ def test_missing_flag_is_asked_for(flag, message):
     """What no run can do without is named before anything starts."""
     with pytest.raises(ValueError, match=message):
         build_config(BASE.replace(flag, "").split(), world_size=2)
+
+
+RULE_NEEDS = {
+    "_position_flags": "--use-rotary-position-embeddings",
+    "_attention_flags": "--num-query-groups 2",
+    "_recompute_flags": "--recompute-activations",
+    "_tokenizer_flags": "--tokenizer-name-or-path /t",
+    "_precision_flags": "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+    "_parallel_flags": "--sequence-parallel",
+    "_transformer_engine_flags": "--tp-comm-overlap",
+    "_offload_flags": "--optimizer-cpu-offload",
+    "_decay_flags": "--end-weight-decay 0.1",
+    "_needed_flags": "--lr-warmup-iters 2",
+}
+
+
+@pytest.mark.parametrize("rule", flags_rules._RULES, ids=lambda rule: rule.__name__)
+def test_every_rule_is_needed(rule, monkeypatch):
+    """Without any one rule some command line would come out differently: the tests here would notice."""
+
+    def outcome() -> object:
+        words = BASE.replace("--lr 1e-3", "") if rule.__name__ == "_needed_flags" else BASE
+        try:
+            return build_config(f"{words} {RULE_NEEDS[rule.__name__]}".split(), world_size=2)
+        except ValueError as error:
+            return str(error)
+
+    before = outcome()
+    monkeypatch.setattr(flags_rules, "_RULES", tuple(other for other in flags_rules._RULES if other is not rule))
+    assert outcome() != before
 
 
 def test_the_last_of_repeated_flags_counts():
