@@ -34,8 +34,8 @@ class Choice:
     """A placement of one rank's subgroups that fits, and what is expected of it.
 
     stride: the forced stride, else the one nearest to the share; None: nothing is streamed. wire, split_master: see
-    `StateFormat`. predicted_update_seconds: from the gradient norm to the last flush. binding_lane: cpu, gpu, h2d, d2h
-    or dram, `none` where nothing is updated. why: one sentence.
+    `StateFormat`. predicted_update_seconds: from the gradient norm until all parameters are in place. binding_lane:
+    cpu, gpu, h2d, d2h or dram, `none` where nothing is updated. why: one sentence.
     """
 
     placement: Placement
@@ -157,12 +157,12 @@ class _Search:
         if not fitting:
             nearest = min((self._placement(j, residents) for j in candidates), key=lambda p: self._host_total(p, state))
             self._check_fits(nearest, state)
-        seconds = {j: self._simulate(p, state)[0] for j, p in fitting.items()}
+        seconds = {j: self._cost(p, state) for j, p in fitting.items()}
         best = min(seconds, key=lambda j: (seconds[j], j))
         for j in self._neighbors(best, candidates, num - residents):
             placement = self._placement(j, residents)
             if self._fits(placement, state):
-                seconds[j], fitting[j] = self._simulate(placement, state)[0], placement
+                seconds[j], fitting[j] = self._cost(placement, state), placement
         best = min(seconds, key=lambda j: (seconds[j], j))
         why += f"; the simulator's best of {len(seconds)} shares" if len(seconds) > 1 else ""
         return self._choice(fitting[best], state, None, why + why_residents)
@@ -242,13 +242,23 @@ class _Search:
         offloaded = num - residents
         return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
 
-    def _simulate(self, placement: Placement, state: StateFormat) -> tuple[float, Timeline]:
-        """Predicted seconds of the update phase behind a backward pass as long as all gradients' way to the host."""
+    def _simulate(self, placement: Placement, state: StateFormat) -> Timeline:
+        """The update phase behind a backward pass as long as all gradients' way to the host."""
         seconds = op_seconds(self.layout, state, self.profile)
         plan = build_plan(self.layout, placement, max(1, self.config.offload_num_slots), seconds)
-        backward = sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
-        run = simulate(plan, self.layout, state, self.profile, backward_seconds=backward, num_ranks=self.num_ranks)
-        return run.timeline.update_seconds, run.timeline
+        backward = self._backward_seconds(state)
+        return simulate(
+            plan, self.layout, state, self.profile, backward_seconds=backward, num_ranks=self.num_ranks
+        ).timeline
+
+    def _backward_seconds(self, state: StateFormat) -> float:
+        seconds = op_seconds(self.layout, state, self.profile)
+        return sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
+
+    def _cost(self, placement: Placement, state: StateFormat) -> float:
+        """What training waits for: parameters in place, or later flushes that the next passes are too short to hide."""
+        timeline = self._simulate(placement, state)
+        return max(parameters_in_place_seconds(timeline), timeline.update_seconds - self._backward_seconds(state))
 
     def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
         return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots)
@@ -285,9 +295,9 @@ class _Search:
     def _choice(self, placement: Placement, state: StateFormat, stride: int | None, why: str) -> Choice:
         share = gpu_share_of(placement)
         num_streamed = sum(place is Place.GPU for place in placement)
-        seconds, timeline = self._simulate(placement, state)
+        timeline = self._simulate(placement, state)
         lanes = _lane_shares(timeline, self.layout, state, self.profile.rank_dram_bytes_per_s(self.num_ranks))
-        lane = max(lanes, key=lambda name: lanes[name]) if seconds > 0 else "none"
+        lane = max(lanes, key=lambda name: lanes[name]) if timeline.update_seconds > 0 else "none"
         num_residents = sum(place is Place.RESIDENT for place in placement)
         return Choice(
             placement=placement,
@@ -297,13 +307,20 @@ class _Search:
             wire=state.wire,
             split_master=state.split_master,
             num_slots=min(self.config.offload_num_slots, num_streamed),
-            predicted_update_seconds=seconds,
+            predicted_update_seconds=parameters_in_place_seconds(timeline),
             binding_lane=lane,
             lane_shares=lanes,
             host_bytes=host_state_bytes(self.layout, placement, state),
             device_bytes=self._device(placement, state),
             why=why,
         )
+
+
+def parameters_in_place_seconds(timeline: Timeline) -> float:
+    """From the gradient norm until the last parameter is updated and on the device; flushes may go on behind it."""
+    norm = max((span.end for span in timeline.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+    ends = [span.end for span in timeline.spans if span.op.kind in (OpKind.UPDATE_GPU, OpKind.PARAM_H2D)]
+    return max(ends, default=norm) - norm
 
 
 def _lane_shares(timeline: Timeline, layout: ShardLayout, state: StateFormat, dram_rate: float) -> dict[str, float]:

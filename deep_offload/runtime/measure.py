@@ -24,6 +24,7 @@ from deep_offload.kernels.scalars import AdamClass, scalar_row
 from deep_offload.model.hardware import HardwareProfile, profile_from_json, profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file
 from deep_offload.plan.layout import MasterStorage
+from deep_offload.runtime.arena import ArraySpec, HostArena
 from deep_offload.runtime.limits import read_host_limits
 
 TRAINING_FLOPS_SHARE = 0.6
@@ -77,7 +78,7 @@ def profile_for_run(
         if cached is not None:
             return cached
     start = time.perf_counter()
-    profile = measure_profile(device, num_threads, num_ranks)
+    profile = measure_profile(device, num_threads, num_ranks, log)
     log(f"measured this machine in {time.perf_counter() - start:.1f} s: {path}")
     _write_profile(path, profile, log)
     return profile
@@ -129,9 +130,18 @@ def _write_profile(path: Path, profile: HardwareProfile, log: Callable[[str], No
         log(f"the hardware profile could not be kept in {path} ({error.strerror}); set DEEP_OFFLOAD_CACHE")
 
 
-def measure_profile(device: torch.device, num_threads: int, num_ranks: int = 1) -> HardwareProfile:
+def measure_profile(
+    device: torch.device, num_threads: int, num_ranks: int = 1, log: Callable[[str], None] = lambda _line: None
+) -> HardwareProfile:
     """Measure this machine: under 5 s without a GPU, under 20 s with one. Holds about 1 GiB of memory meanwhile."""
-    bench = _CudaBench(device, num_threads) if device.type == "cuda" else _HostBench(num_threads)
+    bench = _CudaBench(device, num_threads, log) if device.type == "cuda" else _HostBench(num_threads, log)
+    try:
+        return _profile(bench, device, num_threads, num_ranks)
+    finally:
+        bench.close()
+
+
+def _profile(bench: _Bench, device: torch.device, num_threads: int, num_ranks: int) -> HardwareProfile:
     limits = read_host_limits()
     rates = _lane_rates(bench, num_threads)
     machine = fingerprint(device, num_threads, num_ranks)
@@ -244,30 +254,36 @@ def _timed(call: Callable[[], object]) -> Callable[[], float]:
 
 
 class _Bench:
-    """Host buffers and the work of each lane; a device fills in its own."""
+    """Host buffers and the work of each lane; a device fills in its own.
+
+    The buffers come from the arena that holds optimizer state in training: the kind of pages changes the rates.
+    """
 
     cpu_numel = 1 << 23
+    num_copy_buffers: int
     device_memory_bytes = 0
     dram_bytes_per_copied_byte = 1
     op_overhead_seconds = 3e-5
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, *, pin: bool, log: Callable[[str], None]) -> None:
         self.num_threads = num_threads
         self.scalars = torch.tensor([scalar_row(AdamClass(1e-4, 0.9, 0.95, 1e-8, 0.1, 10))], dtype=torch.float32)
         self.segments = torch.tensor([[0, self.cpu_numel, 0]], dtype=torch.int64)
-        self.state = [self._host_buffer(torch.float32, self.cpu_numel) for _ in range(3)]
-        self.grads = {dtype: self._host_buffer(dtype, self.cpu_numel) for dtype in _CPU_ADAM_BYTES}
-        self.weight = self._host_buffer(torch.bfloat16, self.cpu_numel)
+        wide = ArraySpec(self.cpu_numel, torch.float32)
+        narrow = ArraySpec(self.cpu_numel, torch.bfloat16)
+        specs = [wide] * (4 + self.num_copy_buffers) + [narrow] * 2
+        self._arena = HostArena(specs, pin=pin, num_threads=num_threads, warn=log)
+        for array in self._arena.arrays:
+            array.fill_(1e-3)  # zeros and subnormal numbers have speeds of their own
+        *copies, self.weight, narrow_grad = self._arena.arrays[4:]
+        self.state, wide_grad = self._arena.arrays[:3], self._arena.arrays[3]
+        self.grads = {torch.float32: wide_grad, torch.bfloat16: narrow_grad}
+        self.copy_buffers: list[Tensor] = copies
+        self.copy_bytes = wide_grad.nbytes
 
-    def _host_buffer(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """Filled with normal numbers: zeros and subnormal numbers have speeds of their own."""
-        buffer = torch.empty(numel, dtype=dtype, pin_memory=self.pin)
-        cpu_kernels.first_touch(buffer, self.num_threads)
-        return buffer.fill_(1e-3)
-
-    @property
-    def pin(self) -> bool:
-        return False
+    def close(self) -> None:
+        """Unpin and free the buffers."""
+        self._arena.close()
 
     def cpu_update(self, grad_dtype: torch.dtype) -> Callable[[], object]:
         """One CPU update of `cpu_numel` parameters; weights overwrite 16-bit gradients, as in training."""
@@ -287,8 +303,6 @@ class _Bench:
         for buffer in self.state:
             buffer.fill_(1e-3)
         return 12 * self.cpu_numel / seconds
-
-    copy_bytes: int
 
     def h2d(self) -> None:
         raise NotImplementedError
@@ -310,12 +324,11 @@ class _HostBench(_Bench):
     """No GPU: both sides of the link are host memory, and copies read and write it."""
 
     dram_bytes_per_copied_byte = 2
+    num_copy_buffers = 4
 
-    def __init__(self, num_threads: int) -> None:
-        super().__init__(num_threads)
-        self.up = [self._host_buffer(torch.float32, self.cpu_numel) for _ in range(2)]
-        self.down = [self._host_buffer(torch.float32, self.cpu_numel) for _ in range(2)]
-        self.copy_bytes = self.up[0].nbytes
+    def __init__(self, num_threads: int, log: Callable[[str], None]) -> None:
+        super().__init__(num_threads, pin=False, log=log)
+        self.up, self.down = self.copy_buffers[:2], self.copy_buffers[2:]
 
     def h2d(self) -> None:
         self.up[1].copy_(self.up[0])
@@ -348,19 +361,15 @@ class _CudaBench(_Bench):
     """A GPU: pinned host buffers, a stream per direction."""
 
     cpu_numel = 1 << 25
-    copy_bytes = 4 * cpu_numel
+    num_copy_buffers = 2
 
-    def __init__(self, device: torch.device, num_threads: int) -> None:
-        super().__init__(num_threads)
+    def __init__(self, device: torch.device, num_threads: int, log: Callable[[str], None]) -> None:
+        super().__init__(num_threads, pin=True, log=log)
         self.device = device
         self.device_memory_bytes = torch.cuda.get_device_properties(device).total_memory
         self.streams = {lane: torch.cuda.Stream(device) for lane in ("h2d", "d2h")}
-        self.host = {lane: self._host_buffer(torch.float32, self.cpu_numel) for lane in self.streams}
+        self.host = dict(zip(self.streams, self.copy_buffers))
         self.on_device = {lane: torch.full_like(self.host[lane], 1e-3, device=device) for lane in self.streams}
-
-    @property
-    def pin(self) -> bool:
-        return True
 
     def h2d(self) -> None:
         self._copies("h2d", self.on_device["h2d"], self.host["h2d"])
