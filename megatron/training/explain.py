@@ -16,7 +16,7 @@ from typing import Literal
 
 from megatron.training.arguments import Given, build_config, read_flags, split_words, unknown_message
 from megatron.training.flags import SECTIONS, flags_by_name
-from megatron.training.flags_accepted import MAPPED, NO_EFFECT, ONLY
+from megatron.training.flags_accepted import MAPPED, NO_EFFECT, NOT_YET, ONLY
 from megatron.training.flags_refused import refusal
 from megatron.training.shell_values import has_unknown, is_unknown, shown
 from megatron.training.shell_walk import find_commands
@@ -206,6 +206,9 @@ def _report(flag: Given) -> FlagReport:
         return FlagReport(flag.name, words, "mapped", MAPPED[flag.name][1])
     if flag.name in NO_EFFECT:
         return FlagReport(flag.name, words, "no effect", f"because {NO_EFFECT[flag.name][1]}")
+    known = flags_by_name().get(flag.name)
+    if known is not None and known.field in NOT_YET:
+        return FlagReport(flag.name, words, "no effect", f"because {NOT_YET[known.field]}")
     return FlagReport(flag.name, words, "used")
 
 

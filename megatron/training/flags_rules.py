@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from deep_offload.config import OffloadConfig
 from megatron.training.config_model import require
+from megatron.training.flags_accepted import NOT_YET
 
 
 @dataclass(slots=True)
@@ -140,6 +141,12 @@ def _transformer_engine_flags(draft: Draft) -> None:
                 draft.notes.append(f"{flag}: accepted, no effect because {reason}")
 
 
+def _flags_not_built_yet(draft: Draft) -> None:
+    for name, reason in NOT_YET.items():
+        if name in draft.typed:
+            draft.notes.append(f"{draft.typed[name]}: accepted, no effect because {reason}")
+
+
 def _offload_flags(draft: Draft) -> None:
     """Map Megatron's offload flags; refuse our placement flags where nothing is offloaded."""
     fraction_words = draft.mapped.get("--optimizer-offload-fraction")
@@ -238,6 +245,7 @@ _RULES: tuple[Callable[[Draft], None], ...] = (
     _precision_flags,
     _parallel_flags,
     _transformer_engine_flags,
+    _flags_not_built_yet,
     _offload_flags,
     _decay_flags,
     _needed_flags,
