@@ -142,6 +142,20 @@ _NOT_BUILT = """
     tokenizer-sentencepiece-legacy tokenizer-special-tokens use-fused-weighted-squared-relu use-gigatoken
     use-nccl-ub use-one-sent-docs use-ring-exchange-p2p use-transformer-engine-op-fuser v-head-dim
     validation-set-names
+    cpu-offloading-retain-pinned-cpu-buffers decode-only-cuda-graphs delay-offload-until-cuda-graph
+    disable-symmetric-registration enable-chunked-prefill enable-msc
+    ep-overlap-early-attn-memory-release exit-signal-handler-for-training expert-tensor-parallel-num-weight-shards
+    ft-num-warmup-iters gdp-cutedsl-kernel gdp-num-chunk-states-to-recompute gdp-num-householder
+    high-priority-a2a-comm-stream indexer-batch-size indexer-log-interval iter-per-epoch max-tokens-to-oom
+    mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num mhc-sinkhorn-iterations
+    min-offloaded-tensor-size nccl-all-reduce-for-prefill no-ckpt-load-validate-sharding-integrity
+    no-strict-fsdp-dtensor-load no-tokenizer-sentencepiece-ignore-extra-whitespaces no-use-layer-wise-param-layout
+    num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 num-speculative-tokens
+    overlap-dispatch-backward-with-experts-wgrad overlap-moe-expert-parallel-comm refit-method
+    retriever-report-topk-accuracies retriever-score-scaling retriever-seq-length run-workload-inspector-server
+    save-tokens-per-expert-interval sharp-enabled-group use-grouped-gemm-for-dense-mlp
+    use-grouped-gemm-for-shared-expert use-legacy-static-engine use-same-sampling-seed-across-dp-ranks
+    use-te-activation-func
 """
 
 NOT_BUILT: frozenset[str] = frozenset(f"--{name}" for name in _NOT_BUILT.split())
@@ -152,6 +166,9 @@ def refusal(name: str) -> str | None:
     reason = REFUSED.get(name)
     if reason is None:
         reason = next((text for prefix, text in REFUSED_PREFIXES.items() if name.startswith(prefix)), None)
-    if reason is None and name in NOT_BUILT:
+    negated = next((name[len(word) :] for word in ("--no-", "--disable-") if name.startswith(word)), None)
+    if reason is None and negated is not None:  # the switch that turns off what is refused
+        reason = next((text for prefix, text in REFUSED_PREFIXES.items() if f"--{negated}".startswith(prefix)), None)
+    if reason is None and (name in NOT_BUILT or f"--no-{negated}" in NOT_BUILT):
         reason = "it is not built here: drop it"
     return None if reason is None else f"{name} is refused, {reason}"
