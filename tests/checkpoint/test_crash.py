@@ -1,0 +1,129 @@
+"""Saves that are killed, that find the disk full, and files that are damaged afterwards."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron.training import checkpointing_layout as layout
+from megatron.training import checkpointing_load as load
+from tests.checkpoint import save_cases as cases
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def _kill(tmp_path: Path, times: int, seed: int) -> None:
+    code = (
+        f"import torch; torch.set_num_threads(1); from tests.checkpoint.save_cases import kill_at_random_moments as k; "
+        f"print(k({str(tmp_path / 'save')!r}, {times}, {seed}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    last, seen = done.stdout.strip().rsplit("(", 1)[1].split(",", 1)
+    assert int(last) > 1, "no save was ever completed: the moments are badly chosen"
+    assert ".saving" in seen, "no save was ever cut short: the moments are badly chosen"
+
+
+def test_killed_saves_leave_a_complete_checkpoint(tmp_path):
+    """Two ranks killed -9 at random moments of a save: the tracker names a checkpoint whose every byte is right."""
+    _kill(tmp_path, times=12, seed=1)
+
+
+@pytest.mark.full
+def test_fifty_killed_saves_leave_a_complete_checkpoint(tmp_path):
+    """The same at fifty moments."""
+    _kill(tmp_path, times=50, seed=2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_on_one_rank_ends_the_save_everywhere(pool, tmp_path, rank):
+    """All ranks learn the error, nothing hangs, the older checkpoint stays and the next save works."""
+    root = str(tmp_path / "save")
+    assert all(result.error is None for result in pool.run(cases.save, root, 1, ranks=2))
+    for result in pool.run(cases.save_with_little_disk, root, 2, rank, 200_000, ranks=2):
+        assert result.error is not None and f"rank {rank}" in result.error
+    assert cases.complete_and_right(Path(root)) == 1
+    assert sorted(p.name for p in Path(root).iterdir()) == ["iter_0000001", layout.TRACKER]
+    assert all(result.error is None for result in pool.run(cases.save, root, 3, ranks=2))
+    assert cases.complete_and_right(Path(root)) == 3
+
+
+def test_a_full_disk_of_a_file_system(pool, tmp_path):
+    """The same on a real file system that is too small."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(small)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        root = str(small / "save")
+        assert pool.run(cases.save, root, 1, ranks=2)[0].error is None
+        error = pool.run(cases.save, root, 2, ranks=2)[0].error
+        assert error is not None and "No space left" in error
+        assert cases.complete_and_right(Path(root)) == 1
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def _verify(folder: str) -> bool | str:
+    try:
+        return load.verify(Path(folder))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+def test_a_damaged_file_is_refused_by_its_name(pool, tmp_path, damage):
+    """One bit, one missing byte or a missing file: every rank refuses and names the file."""
+    root = str(tmp_path / "save")
+    pool.run(cases.save, root, 1, ranks=2)
+    folder = tmp_path / "save" / "iter_0000001"
+    assert pool.run(_verify, str(folder), ranks=2) == [True, True]
+    names = sorted(p.name for p in folder.iterdir() if p.name != layout.CHECKSUMS)
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+    for name in names:
+        good = (folder / name).read_bytes()
+        if damage == "flip":
+            middle = len(good) // 2
+            (folder / name).write_bytes(good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :])
+        elif damage == "cut":
+            (folder / name).write_bytes(good[:-1])
+        else:
+            (folder / name).unlink()
+        said = pool.run(_verify, str(folder), ranks=2)
+        assert said[0] == said[1]
+        assert re.search(rf"/iter_0000001/{re.escape(name)} (is damaged|cannot be read)", str(said[0])), said[0]
+        (folder / name).write_bytes(good)
+    assert pool.run(_verify, str(folder), ranks=2) == [True, True]
+
+
+def test_without_checksums_a_cut_file_is_refused(pool, tmp_path):
+    """A checkpoint of another program has no checksums: its sizes must do."""
+    pool.run(cases.save, str(tmp_path / "save"), 1, ranks=2)
+    folder = tmp_path / "save" / "iter_0000001"
+    (folder / layout.CHECKSUMS).unlink()
+    assert pool.run(_verify, str(folder), ranks=2) == [False, False]
+    path = folder / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert re.search(r"__1_0.distcp has \d+ bytes and needs \d+", str(pool.run(_verify, str(folder), ranks=2)[0]))
+
+
+def _failing_save(root: str) -> str | None:
+    def broken():
+        if dist.get_rank() == 1:
+            raise KeyError("a bug")
+        return cases.items(2)
+
+    return cases.save_checkpoint(Path(root), 2, broken, dict, keep_last=None, retain_interval=None).error
+
+
+def test_any_error_of_a_rank_is_shared(pool, tmp_path):
+    """A fault that nobody expected on one rank does not leave the other one waiting."""
+    errors = pool.run(_failing_save, str(tmp_path / "save"), timeout_s=20, ranks=2)
+    assert errors[0] == errors[1] and "rank 1: KeyError" in errors[0]
