@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from megatron.training.config import CheckpointConfig
 
 _EXIT_FAULT, _EXIT_USAGE = 1, 2
+_SECONDS_TO_LEAVE = 30.0
 
 
 def main() -> int:
@@ -38,6 +40,7 @@ def main() -> int:
 
         pretrain(config, ranks)
     except Exception as error:  # noqa: BLE001 - the one place that turns exceptions into exit codes
+        _leave_soon()
         if isinstance(error, ValueError) and _is_ours(error):
             print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
             return _EXIT_USAGE
@@ -74,6 +77,13 @@ def _quiet_dependencies() -> None:
     warnings.filterwarnings("ignore", message=r".*Apex\b.* not installed")
     warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+. is deprecated")
     warnings.filterwarnings("ignore", message="full scope is deprecated", module=r"megatron\.core")
+
+
+def _leave_soon() -> None:
+    """See that a failed process ends although its threads, or the communication library's, wait for other ranks."""
+    timer = threading.Timer(_SECONDS_TO_LEAVE, os._exit, [_EXIT_FAULT])
+    timer.daemon = True
+    timer.start()
 
 
 def _is_ours(error: BaseException) -> bool:

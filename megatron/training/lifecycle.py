@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -12,6 +13,17 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.config import LifecycleConfig
+
+
+def end_process_after(seconds: float) -> threading.Timer:
+    """End the process with code 1 if it is still there after `seconds`; the timer returned can be cancelled.
+
+    For the way out of a failed run, which may wait for ranks and events that never come. torchrun then ends the others.
+    """
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 class StopWatch:

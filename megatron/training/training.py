@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -26,6 +23,7 @@ from megatron.training.data import DataSource, TrainingData, check_data, print_d
 from megatron.training.device import describe_device
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.launch import Ranks
+from megatron.training.lifecycle import end_process_after
 from megatron.training.metrics import datetime_line, gibibytes
 from megatron.training.model import TORCH_DTYPES, build_model
 from megatron.training.schedule import build_scheduler
@@ -65,10 +63,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
         finally:
             trainer.close()
     except BaseException:
-        # The other ranks may wait in a collective for this one, and lanes for events that never come.
-        _end_process_after(_SECONDS_TO_FAIL)
-        if optimizer is not None:
-            optimizer.close()
+        _clean_up_failure(optimizer, ranks)
         raise
     optimizer.close()
     shut_down()
@@ -154,14 +149,14 @@ def _build_data(
     return data
 
 
-def _end_process_after(seconds: float) -> None:
-    """End the process with code 1 even if the way out hangs; torchrun then ends the other ranks."""
-
-    def end() -> None:
-        time.sleep(seconds)
-        os._exit(1)
-
-    threading.Thread(target=end, name="end-of-failed-run", daemon=True).start()
+def _clean_up_failure(optimizer: DeepOffloadOptimizer | None, ranks: Ranks) -> None:
+    """Release what a failed run holds, within a time limit: lanes may wait for events that never come."""
+    deadline = end_process_after(_SECONDS_TO_FAIL)
+    if optimizer is not None:
+        optimizer.close()
+    if ranks.world_size == 1:
+        shut_down()  # with other ranks it could wait for one that is in another collective
+    deadline.cancel()
 
 
 # -- what is printed at start and end -------------------------------------------------------------------------------
