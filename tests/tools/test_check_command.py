@@ -41,15 +41,37 @@ def test_two_sources(dataset, run_tool):
 
 
 def test_empty_split(dataset, run_tool):
-    """50 documents with 949,50,1 leave no test document, where core loops for ever: code 1 and a better split."""
+    """20 documents with 989,10,1 leave none for validation, where core loops for ever: code 1 and a better split."""
+    prefix = dataset([[1] * 100] * 20)
+    arguments = ("check", prefix, "--train-samples", 100, "--seq-length", 64)
+    result = run_tool("data", *arguments, "--split", "989,10,1")
+    assert result.returncode == 1
+    assert f"--split 989,10,1 leaves no token for valid of {prefix} (20 documents): use for example --split 18,1,1" in (
+        result.stderr
+    )
+    assert run_tool("data", *arguments, "--split", "18,1,1").returncode == 0
+    assert run_tool("data", *arguments, "--split", "989,10,1", "--valid-samples", 0).returncode == 0
+
+
+def test_empty_test_split(dataset, run_tool):
+    """50 documents with 949,50,1 leave no test document: a note and a better split, since training goes without."""
     prefix = dataset([[1] * 100] * 50)
     arguments = ("check", prefix, "--train-samples", 100, "--seq-length", 64)
     result = run_tool("data", *arguments, "--split", "949,50,1")
-    assert result.returncode == 1
-    assert f"--split 949,50,1 leaves no token for test of {prefix} (50 documents): use for example --split 47,2,1" in (
-        result.stderr
+    assert result.returncode == 0
+    assert (
+        f"note: --split 949,50,1 leaves no token for test of {prefix} (50 documents): it is left out" in result.stdout
     )
-    assert run_tool("data", *arguments, "--split", "47,2,1").returncode == 0
+    assert "use for example --split 47,2,1" in result.stdout
+    assert "note" not in run_tool("data", *arguments, "--split", "47,2,1").stdout
+
+
+def test_no_validation_part(dataset, run_tool):
+    """A split without a validation part is said to need --eval-iters 0."""
+    result = run_tool("data", "check", dataset([[1] * 100]), "--split", "1", "--seq-length", 64)
+    assert result.returncode == 0 and "note: --split 1 has no validation part: training needs --eval-iters 0" in (
+        result.stdout
+    )
 
 
 def test_all_problems_at_once(dataset, run_tool):

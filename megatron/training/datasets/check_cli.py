@@ -31,9 +31,10 @@ _SECONDS_BETWEEN_NOTES = 10.0
 
 @dataclass(slots=True)
 class Report:
-    """Lines about what is there, and one sentence for each reason why training would fail."""
+    """Lines about what is there, what is worth knowing, and one sentence for each reason why training would fail."""
 
     lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -53,7 +54,7 @@ def check_blend(
     """
     report = Report()
     num_sequences: list[int] = []
-    empty: list[str] = []
+    empty: list[list[str]] = [[], [], []]
     split_samples = [0, 0, 0]
     for index, prefix in enumerate(blend.prefixes):
         try:
@@ -72,15 +73,14 @@ def check_blend(
                 continue
             num_tokens = int(lengths[part[0] : part[1]].sum(dtype=np.int64))
             if num_tokens == 0:
-                empty.append(f"{name} of {prefix} ({summary.num_sequences} documents)")
+                empty[i].append(f"{name} of {prefix} ({summary.num_sequences} documents)")
                 report.lines.append(f"  {name}: no document")
                 continue
             split_samples[i] += samples_per_epoch(num_tokens, seq_length)
             report.lines.append(_split_line(name, part, num_tokens, wanted, seq_length, blend, index))
         if vocab_size is not None:
             _check_ids(summary, vocab_size, report, on_note)
-    if empty:
-        report.problems.append(_empty_sentence(empty, shares, split_text, num_sequences))
+    _judge_empty(report, empty, samples, shares, split_text, num_sequences)
     report.problems += _too_few(blend, samples, split_samples)
     return report
 
@@ -122,13 +122,29 @@ def _check_ids(summary: PrefixSummary, vocab_size: int, report: Report, on_note:
         report.problems.append(str(error))
 
 
-def _empty_sentence(
-    empty: Sequence[str], shares: Sequence[float], split_text: str, num_sequences: Sequence[int]
-) -> str:
-    better = suggest_split(shares, num_sequences)
+def _judge_empty(
+    report: Report,
+    empty: Sequence[Sequence[str]],
+    samples: Sequence[int | None],
+    shares: Sequence[float],
+    split_text: str,
+    num_sequences: Sequence[int],
+) -> None:
+    """Say what empty splits mean: training gives up an empty test, the other two it cannot do without."""
+    needed = [words for words, wanted in zip(empty[:2], samples) if wanted != 0]
+    fatal = [place for words in needed for place in words]
+    harmless = [place for words in empty for place in words if place not in fatal]
+    better = suggest_split(shares, num_sequences) if num_sequences else None
     hint = f"use for example --split {better}" if better else "the source has too few documents to be split"
-    more = f" and {len(empty) - 3} more" if len(empty) > 3 else ""
-    return f"--split {split_text} leaves no token for {', '.join(empty[:3])}{more}: {hint}"
+    for places, sentences, end in (
+        (fatal, report.problems, hint),
+        (harmless, report.notes, f"it is left out, and Megatron-LM would hang here; {hint}"),
+    ):
+        if places:
+            more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+            sentences.append(f"--split {split_text} leaves no token for {', '.join(places[:3])}{more}: {end}")
+    if split_text and not shares[1] and samples[1] != 0:
+        report.notes.append(f"--split {split_text} has no validation part: training needs --eval-iters 0")
 
 
 def _too_few(blend: Blend, samples: Sequence[int | None], available: Sequence[int]) -> list[str]:
@@ -161,7 +177,7 @@ def _build_parser() -> argparse.ArgumentParser:
     check.add_argument("--train-samples", type=int, metavar="N", help="samples of the whole training")
     check.add_argument("--train-iters", type=int, metavar="N", help="instead: iterations, with --global-batch-size")
     check.add_argument("--global-batch-size", type=int, metavar="N", help="samples of an iteration")
-    check.add_argument("--valid-samples", type=int, metavar="N", help="samples of all evaluations")
+    check.add_argument("--valid-samples", type=int, metavar="N", help="samples of all evaluations; 0: --eval-iters 0")
     check.add_argument("--test-samples", type=int, metavar="N", help="samples of the final test")
     check.add_argument("--vocab-size", type=int, metavar="V", help="also read all tokens: ids must be below V")
     return parser
@@ -178,6 +194,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for report in reports:
         for line in report.lines:
             print(line)
+    for note in dict.fromkeys(note for report in reports for note in report.notes):
+        print(f"note: {note}")
     problems = list(dict.fromkeys(problem for report in reports for problem in report.problems))
     for problem in problems:
         print(f"problem: {problem}", file=sys.stderr)
