@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 
+from megatron.training import model
 from megatron.training.arguments import build_config
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.data import check_data, tokenizer_of
 from megatron.training.initialize import set_seeds
 from megatron.training.launch import Ranks
-from megatron.training.model import build_model
 from megatron.training.schedule import build_scheduler
 from megatron.training.train_step import connect
 from megatron.training.trainer import Trainer
@@ -40,8 +42,8 @@ def words(*parts: str) -> list[str]:
 class Run:
     """A trainer of this rank with all that belongs to it. `lines` are what it printed here."""
 
-    def __init__(self, argv: Sequence[str], checkpoints: bool = True) -> None:
-        """argv: flags of pretrain_gpt.py; --save and --load work. checkpoints: False ignores them."""
+    def __init__(self, argv: Sequence[str], edit: Callable[[torch.nn.Module], None] | None = None) -> None:
+        """argv: flags of pretrain_gpt.py; --save and --load work. edit: changes a model chunk before DDP wraps it."""
         self.lines: list[str] = []
         config = build_config(argv, world_size=dist.get_world_size())
         tokenizer = tokenizer_of(config.data)
@@ -53,16 +55,15 @@ class Run:
             config.virtual_pipeline_model_parallel_size,
         )
         set_seeds(config.lifecycle.seed)
-        import torch
-
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        chunks = build_model(config, device)
+        with mock.patch.object(model, "build_chunk", _edited(model.build_chunk, edit)):
+            chunks = model.build_model(config, device)
         self.optimizer = _build_optimizer(config, chunks, self.lines.append)
         connect(chunks, self.optimizer)
         scheduler = build_scheduler(config, self.optimizer)
         rank = dist.get_rank()
         ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size(), "127.0.0.1", 0, "torchrun")
-        self.checkpoints = Checkpoints(config.checkpoint, self.lines.append) if checkpoints else None
+        self.checkpoints = Checkpoints(config.checkpoint, self.lines.append)
         source = check_data(config)
         self.trainer = Trainer(
             config, ranks, device, chunks, self.optimizer, scheduler, self.checkpoints, self.lines.append
@@ -81,6 +82,16 @@ class Run:
         """Release host memory and threads."""
         self.trainer.close()
         self.optimizer.close()
+
+
+def _edited(build: Callable[..., Any], edit: Callable[[torch.nn.Module], None] | None) -> Callable[..., Any]:
+    def build_and_edit(*args: Any, **options: Any) -> Any:
+        chunk = build(*args, **options)
+        if edit is not None:
+            edit(chunk)
+        return chunk
+
+    return build_and_edit
 
 
 def losses(lines: Sequence[str]) -> list[str]:
