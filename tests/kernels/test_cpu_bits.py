@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,25 @@ STATES = {"ordinary": ordinary_state, "extreme": extreme_state, "subnormal": sub
 
 
 def type_id(dtype: torch.dtype | None) -> str:
+    """Part of a test's name."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def ordinary_case(numel: int, grad_dtype: torch.dtype, weight_dtype: torch.dtype | None):
+    """(state, the specification's result), the same for every instruction set."""
+    state = ordinary_state(numel, grad_dtype)
+    return state, run_reference(state, weight_dtype)
+
+
+# Each type of gradient and of weight, in pairs that take each path of the loop; the whole product is tested above.
+TYPE_PAIRS = [
+    (torch.float32, None),
+    (torch.float32, torch.bfloat16),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float16),
+    (torch.float16, torch.float32),
+]
 
 
 @pytest.fixture(params=ISAS)
@@ -56,12 +75,10 @@ def test_every_isa_has_the_bits_of_the_specification(grad_dtype, weight_dtype, d
             assert_same_result(got, want, f"{isa}, {name}")
 
 
-@pytest.mark.parametrize("weight_dtype", WEIGHT_DTYPES, ids=type_id)
-@pytest.mark.parametrize("grad_dtype", GRAD_DTYPES, ids=type_id)
+@pytest.mark.parametrize(("grad_dtype", "weight_dtype"), TYPE_PAIRS, ids=type_id)
 def test_lengths_and_alignments_never_change_a_bit(isa, grad_dtype, weight_dtype):
     """Any piece of an array, at any alignment of its arrays to each other, gets the bits it gets inside the whole."""
-    state = ordinary_state(65537 + 64, grad_dtype)
-    want, want_weight = run_reference(state, weight_dtype)
+    state, (want, want_weight) = ordinary_case(65537 + 64, grad_dtype, weight_dtype)
     margin = 40
     for case, length in enumerate(LENGTHS):
         start = (case * 7) % 19
@@ -87,21 +104,20 @@ def test_lengths_and_alignments_never_change_a_bit(isa, grad_dtype, weight_dtype
             assert int((weight != 7.0).sum()) == int((view != 7.0).sum()), what
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("numel", [1, 5, 33, 4097, 65537, 200_003])
-def test_threads_never_change_a_bit(isa, numel, num_threads):
+@pytest.mark.parametrize("numel", [1, 33, 65537, 200_003])
+def test_threads_never_change_a_bit(isa, numel):
     """The cuts between threads leave no trace, with fewer elements than threads, too."""
-    state = ordinary_state(numel, torch.bfloat16, seed=numel)
-    want = run_reference(state, torch.bfloat16)
-    got = run_cpu(state, torch.bfloat16, isa, num_threads=num_threads)
-    assert_same_result(got, want, f"{isa}, {num_threads} threads")
+    state, want = ordinary_case(numel, torch.bfloat16, torch.bfloat16)
+    for num_threads in (1, 2, 3):
+        got = run_cpu(state, torch.bfloat16, isa, num_threads=num_threads)
+        assert_same_result(got, want, f"{isa}, {num_threads} threads")
 
 
 SEGMENT_TABLES = {
     "two classes": [[0, 333, 0], [333, 5000, 1]],
     "hold in the middle": [[0, 1, 1], [1, 17, -1], [17, 2049, 0], [2049, 4100, -1], [4100, 5000, 1]],
     "all held": [[0, 5000, -1]],
-    "one element each": [[i, i + 1, i % 3 - 1] for i in range(4999)] + [[4999, 5000, 0]],
+    "one element each": [[i, i + 1, i % 3 - 1] for i in range(500)] + [[500, 5000, 0]],
 }
 
 
@@ -125,8 +141,7 @@ def test_segments_take_their_own_scalars_and_held_ones_keep_their_state(isa, seg
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=type_id)
 def test_a_weight_over_its_gradient(isa, dtype):
     """A 16-bit weight written over the 16-bit gradient has the bits of a separate one."""
-    state = ordinary_state(70_001, dtype, seed=10)
-    want = run_reference(state, dtype)
+    state, want = ordinary_case(10_001, dtype, dtype)
     new = state.copy()
     cpu.adam_update(
         new.master, new.exp_avg, new.exp_avg_sq, new.grad, new.grad,
@@ -169,7 +184,7 @@ def spread_subnormals() -> torch.Tensor:
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_threads_flush_mode_changes_no_bit_and_survives(isa, flush):
     """torch.set_flush_denormal on the calling thread changes nothing, and is as it was afterwards."""
-    state = subnormal_state(40_000, torch.float32)
+    state = subnormal_state(10_000, torch.float32)
     want = run_reference(state, torch.float16)
     if not torch.set_flush_denormal(flush):
         pytest.skip("this processor cannot flush subnormals")
