@@ -55,7 +55,9 @@ def converted(tmp_path_factory):
                 model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()
             )
             loss.backward()
+            # transformers 5 names GPT-NeoX's output layer otherwise in memory than in files.
             gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
+            gradients["embed_out.weight"] = gradients.get("embed_out.weight", gradients.get("lm_head.weight"))
             made[name] = (folder / "hf", folder / "ours", tokens, logits, gradients)
         return made[name]
 

@@ -20,7 +20,7 @@ _SHAPE = dict(
     tie_word_embeddings=False,
 )
 _LLAMA3 = dict(
-    rope_type="llama3", factor=8.0, low_freq_factor=1.5, high_freq_factor=3.0, original_max_position_embeddings=32
+    rope_type="llama3", factor=8.0, low_freq_factor=1.25, high_freq_factor=5.0, original_max_position_embeddings=64
 )
 
 # Name: (model type, settings). The sequence is longer than the knee of the scaling and than the window.
@@ -49,7 +49,7 @@ def build(name: str, groups: int = 2, **changes: object) -> torch.nn.Module:
 
 
 def randomize(model: torch.nn.Module, seed: int = 1) -> None:
-    """Norm weights 1 + N/2, biases N/2, matrices N/sqrt(fan in): with the default start a wrong norm or bias is unseen."""
+    """Norm weights 1 + N/2, biases N/2, matrices N/sqrt(fan in): the default start hides wrong norms and biases."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
