@@ -145,7 +145,9 @@ def draw(outcome: Outcome, log: Path, output: Path) -> None:
     losses = read_losses(log.read_text(encoding="utf-8"))
     draw_losses({"demo": losses}, output / "loss.png", "GPT of 10 M parameters, optimizer state offloaded")
     timeline = read_timeline(output / "timeline.json")
-    draw_timeline(timeline, output / "timeline.png", f"One optimizer step of {outcome.num_subgroups} subgroups")
+    draw_timeline(
+        timeline, output / "timeline.png", f"One iteration: {outcome.num_subgroups} subgroups, updated on both sides"
+    )
 
 
 def say(text: str) -> None:

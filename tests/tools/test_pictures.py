@@ -11,7 +11,7 @@ import pytest
 from deep_offload.plan.draw import trace_to_json
 from deep_offload.plan.ops import LANE_OF, Lane, parse_op
 from deep_offload.plan.timeline import Span, Timeline
-from tools.draw_timeline import LANE_TITLES, WORK, read_timeline
+from tools.draw_timeline import LANE_TITLES, WORK, read_timeline, update_window, whole_window
 from tools.plot_loss import read_losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,18 @@ def test_first_timeline_is_read(tmp_path):
     path = tmp_path / "trace.json"
     path.write_text(trace_to_json({"measured": TIMELINE, "simulated": Timeline(TIMELINE.spans[:1])}))
     assert read_timeline(path) == TIMELINE
+
+
+def test_windows():
+    """The upper panel holds everything; the lower one starts at the norm and ends with the last work."""
+    spans = (
+        Span(parse_op("grad_flush[4] @d2h"), 0.5, 0.75),
+        *TIMELINE.spans,
+        Span(parse_op("params_needed[4] @main"), 3.0, 3.0),
+    )
+    assert whole_window(Timeline(spans)) == (0.5, 3.0)
+    assert update_window(Timeline(spans)) == (1.0, 2.0)
+    assert update_window(Timeline(spans[:1])) == (0.5, 0.75)
 
 
 def test_every_kind_of_work_has_a_color():
