@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import StateFormat, Wire, dram_bytes, op_seconds
@@ -18,7 +18,7 @@ from deep_offload.model.memory import (
     slot_bytes,
 )
 from deep_offload.model.performance import DRAM, best_prediction, lane_costs
-from deep_offload.model.simulator import simulate
+from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
 from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride
@@ -34,8 +34,9 @@ class Choice:
     """A placement of one rank's subgroups that fits, and what is expected of it.
 
     stride: the forced stride, else the one nearest to the share; None: nothing is streamed. wire, split_master: see
-    `StateFormat`. predicted_update_seconds: from the gradient norm until all parameters are in place. binding_lane:
-    cpu, gpu, h2d, d2h or dram, `none` where nothing is updated. why: one sentence.
+    `StateFormat`. predicted_update_seconds: from the gradient norm until all parameters are in place.
+    predicted_iteration_seconds: from norm to norm in the steady state, with the compute that was given or assumed.
+    binding_lane: cpu, gpu, h2d, d2h or dram, `none` where nothing is updated. why: one sentence.
     """
 
     placement: Placement
@@ -46,6 +47,7 @@ class Choice:
     split_master: bool
     num_slots: int
     predicted_update_seconds: float
+    predicted_iteration_seconds: float
     binding_lane: str
     lane_shares: dict[str, float]
     host_bytes: HostBytes
@@ -68,6 +70,16 @@ class Limits:
     host_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Seconds of one iteration's compute: the first micro-batch's forward pass, which waits for parameters; the last
+    one's backward pass, which makes gradients final; and everything between."""
+
+    forward: float
+    backward: float
+    other: float = 0.0
+
+
 def choose_placement(
     layout: ShardLayout,
     config: OffloadConfig,
@@ -77,15 +89,18 @@ def choose_placement(
     host_limit_bytes: int | None = None,
     can_split: bool = False,
     num_ranks: int = 1,
+    compute: Compute | None = None,
 ) -> Choice:
     """Choose wire, storage, residents and GPU share for one rank; settings that are not `auto` are kept.
 
-    can_split: 16-bit parameters are bf16, so that their master may be split. num_ranks: ranks of this host at work.
+    Of the placements that fit, the one with the shortest predicted iteration. can_split: 16-bit parameters are bf16,
+    so that their master may be split. num_ranks: ranks of this host at work. compute: what surrounds the update; None:
+    unknown, then no forward pass and a backward pass just as long as all gradients' way to the host.
     Raises ValueError, one sentence with numbers and the flag to change, when the settings contradict the types or
     the state does not fit.
     """
     limits = Limits(device_budget_bytes, host_limit_bytes)
-    search = _Search(layout, config, profile, limits, num_ranks)
+    search = _Search(layout, config, profile, limits, num_ranks, compute)
     state = StateFormat(_choose_split(layout, config, can_split), "fp32")
     if config.interleaved_offload:
         state = StateFormat(state.split_master, _choose_wire(layout, config, profile, state, num_ranks))
@@ -132,6 +147,8 @@ class _Search:
     profile: HardwareProfile
     limits: Limits
     num_ranks: int
+    compute: Compute | None
+    played: dict[tuple[Placement, StateFormat], Simulation] = field(default_factory=dict)
 
     def all_resident(self, state: StateFormat) -> Choice:
         placement = (Place.RESIDENT,) * len(self.layout.subgroups)
@@ -242,23 +259,31 @@ class _Search:
         offloaded = num - residents
         return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
 
-    def _simulate(self, placement: Placement, state: StateFormat) -> Timeline:
-        """The update phase behind a backward pass as long as all gradients' way to the host."""
+    def _simulate(self, placement: Placement, state: StateFormat) -> Simulation:
+        """The second of two iterations, in which flushes of the first and gradients meet."""
+        known = self.played.get((placement, state))
+        if known is not None:
+            return known
         seconds = op_seconds(self.layout, state, self.profile)
         plan = build_plan(self.layout, placement, max(1, self.config.offload_num_slots), seconds)
-        backward = self._backward_seconds(state)
-        return simulate(
-            plan, self.layout, state, self.profile, backward_seconds=backward, num_ranks=self.num_ranks
-        ).timeline
-
-    def _backward_seconds(self, state: StateFormat) -> float:
-        seconds = op_seconds(self.layout, state, self.profile)
-        return sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
+        gradients = sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
+        compute = self.compute or Compute(0.0, gradients)
+        played = simulate(
+            plan,
+            self.layout,
+            state,
+            self.profile,
+            forward_seconds=compute.forward,
+            backward_seconds=compute.backward,
+            other_seconds=compute.other,
+            num_iterations=2,
+            num_ranks=self.num_ranks,
+        )
+        self.played[placement, state] = played
+        return played
 
     def _cost(self, placement: Placement, state: StateFormat) -> float:
-        """What training waits for: parameters in place, or later flushes that the next passes are too short to hide."""
-        timeline = self._simulate(placement, state)
-        return max(parameters_in_place_seconds(timeline), timeline.update_seconds - self._backward_seconds(state))
+        return self._simulate(placement, state).iteration_seconds
 
     def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
         return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots)
@@ -295,7 +320,8 @@ class _Search:
     def _choice(self, placement: Placement, state: StateFormat, stride: int | None, why: str) -> Choice:
         share = gpu_share_of(placement)
         num_streamed = sum(place is Place.GPU for place in placement)
-        timeline = self._simulate(placement, state)
+        played = self._simulate(placement, state)
+        timeline = played.timeline
         lanes = _lane_shares(timeline, self.layout, state, self.profile.rank_dram_bytes_per_s(self.num_ranks))
         lane = max(lanes, key=lambda name: lanes[name]) if timeline.update_seconds > 0 else "none"
         num_residents = sum(place is Place.RESIDENT for place in placement)
@@ -308,6 +334,7 @@ class _Search:
             split_master=state.split_master,
             num_slots=min(self.config.offload_num_slots, num_streamed),
             predicted_update_seconds=parameters_in_place_seconds(timeline),
+            predicted_iteration_seconds=played.iteration_seconds,
             binding_lane=lane,
             lane_shares=lanes,
             host_bytes=host_state_bytes(self.layout, placement, state),

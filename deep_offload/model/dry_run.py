@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.choose import Choice, choose_placement
-from deep_offload.model.cost import op_seconds
+from deep_offload.model.choose import Choice, Compute, choose_placement
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import format_bytes
 from deep_offload.model.run import ComputeSeconds, ModelBytes, RunShape, compute_seconds, model_bytes
-from deep_offload.model.simulator import simulate
 from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
 from deep_offload.plan.ops import Place
-from deep_offload.plan.planner import build_plan
 
 GPU_MEMORY_SHARE = 0.95
 """Part of a GPU's memory that a run may plan with: the rest is the CUDA context and what allocators lose."""
@@ -94,23 +91,11 @@ def _stage(
         host_limit_bytes=budget_bytes(config.offload_host_budget_gib) or (profile.host_memory_bytes // ranks or None),
         can_split=run.is_bf16,
         num_ranks=ranks,
+        compute=Compute(compute.forward, compute.backward, compute.iteration - compute.forward - compute.backward),
     )
-    plan = build_plan(layout, choice.placement, max(1, choice.num_slots), op_seconds(layout, choice.state, profile))
-    total = compute.iteration
-    run_time = simulate(
-        plan,
-        layout,
-        choice.state,
-        profile,
-        forward_seconds=compute.forward,
-        backward_seconds=compute.backward,
-        other_seconds=total - compute.forward - compute.backward,
-        num_iterations=2,
-        num_ranks=ranks,
-    )
-    iteration = run_time.iteration_seconds
+    iteration = choice.predicted_iteration_seconds
     model = model_bytes(run, pipeline_rank)
-    return StageForecast(pipeline_rank, layout, choice, model, iteration, max(0.0, iteration - total))
+    return StageForecast(pipeline_rank, layout, choice, model, iteration, max(0.0, iteration - compute.iteration))
 
 
 def budget_bytes(gib: float | None) -> int | None:

@@ -21,6 +21,7 @@ from deep_offload.model.hardware import HardwareProfile
 from deep_offload.plan.layout import ShardLayout, Subgroup
 from deep_offload.plan.ops import Lane, Op, OpKind
 from deep_offload.plan.placement import nearest_stride
+from deep_offload.plan.timeline import Timeline
 
 DRAM = "dram"
 _CPU_KINDS = (OpKind.UPDATE_CPU, OpKind.PARAM_H2D)
@@ -136,6 +137,19 @@ def work_seconds(
             seconds[op.lane.value] += cost.seconds
             seconds[DRAM] += cost.dram_bytes / dram
     return seconds
+
+
+def share_of_bound(
+    timeline: Timeline, layout: ShardLayout, state: StateFormat, profile: HardwareProfile, *, num_ranks: int = 1
+) -> tuple[float, str]:
+    """How near a measured or simulated update came to the bound of its own work, and the lane that sets the bound.
+
+    1.0: the lane worked through the update phase at its full rate. Above 1 the machine beat its profile.
+    """
+    work = work_seconds((span.op for span in timeline.update_spans), layout, state, profile, num_ranks=num_ranks)
+    lane = max(work, key=lambda name: work[name])
+    seconds = timeline.update_seconds
+    return (work[lane] / seconds if seconds > 0 else 0.0), lane
 
 
 def method_stride(profile: HardwareProfile, *, is_serialized: bool = False) -> float | None:

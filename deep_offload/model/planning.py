@@ -37,8 +37,20 @@ class Alternative:
 
 
 def alternatives(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
-    """Forecast every strategy on the same run."""
-    return tuple(_alternative(name, run, _with(config, changes), profile) for name, changes in STRATEGIES)
+    """Forecast every strategy on the same run, and as many residents as the GPU's memory allows."""
+    found = [_alternative(name, run, _with(config, changes), profile) for name, changes in STRATEGIES]
+    budget = free_gpu_bytes(run, profile)
+    if budget > 0:
+        changes: dict[str, object] = {"offload_device_budget_gib": budget / 2**30, "offload_resident_fraction": "auto"}
+        name = f"as resident as fits (--offload-device-budget-gib {budget / 2**30:.0f})"
+        found.insert(1, _alternative(name, run, _with(config, changes), profile))
+    return tuple(found)
+
+
+def free_gpu_bytes(run: RunShape, profile: HardwareProfile) -> int:
+    """Whole GiB of a GPU that weights, gradients and activations leave on the fullest pipeline stage."""
+    fullest = max(model_bytes(run, rank).total for rank in range(run.parallel.pipeline))
+    return max(0, int(GPU_MEMORY_SHARE * profile.gpu_memory_bytes - fullest) // 2**30 * 2**30)
 
 
 def _with(config: OffloadConfig, changes: dict[str, object]) -> OffloadConfig:

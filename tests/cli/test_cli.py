@@ -53,7 +53,7 @@ def test_plan_of_a_run_that_fits(capsys):
     ):
         assert part in out
     rows = [line for line in out.splitlines() if "bound by" in line and "GiB" in line]
-    assert len(rows) == 8
+    assert len(rows) == 9
 
 
 def test_plan_of_a_run_that_does_not_fit(capsys):

@@ -61,7 +61,7 @@ def test_the_best_of_all_shares():
     best = choose(layout)
     for streamed in range(13):
         forced = choose(layout, offload_gpu_share=streamed / 12)
-        assert best.predicted_update_seconds <= forced.predicted_update_seconds * (1 + 1e-9)
+        assert best.predicted_iteration_seconds <= forced.predicted_iteration_seconds * (1 + 1e-9)
     assert 0.3 < best.gpu_share < 0.8 and best.binding_lane in best.lane_shares
     assert max(best.lane_shares.values()) == best.lane_shares[best.binding_lane] <= 1.001
 
@@ -70,8 +70,8 @@ def test_a_grid_finds_the_best_of_many():
     """With many subgroups the grid and its neighbors come within 2 % of the best of all shares."""
     layout = layout_of(60, 1 << 22)
     best = choose(layout)
-    every = [choose(layout, offload_gpu_share=j / 60).predicted_update_seconds for j in range(0, 61, 2)]
-    assert best.predicted_update_seconds <= 1.02 * min(every)
+    every = [choose(layout, offload_gpu_share=j / 60).predicted_iteration_seconds for j in range(0, 61, 2)]
+    assert best.predicted_iteration_seconds <= 1.02 * min(every)
 
 
 def test_slow_links_and_slow_cpus():

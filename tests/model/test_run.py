@@ -207,6 +207,7 @@ def test_alternatives_are_ordered_by_physics():
     for name in ("all on the CPU", "stride 2", "stride 3", "stride 4", "all streamed to the GPU"):
         assert best <= seconds[name] * 1.001
     assert seconds["no offload"] < best
+    assert seconds["as resident as fits"] <= best
     assert found["no offload"].result.stages[0].host_bytes == 0
 
 
