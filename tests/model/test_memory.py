@@ -79,3 +79,11 @@ def test_slots_in_use(num_slots):
 def test_bytes_for_people():
     """Sizes are printed in the unit that fits."""
     assert [format_bytes(n) for n in (5, 1536, 3 << 20, 5 << 30)] == ["5 B", "1.50 KiB", "3.00 MiB", "5.00 GiB"]
+
+
+def test_the_upcast_buffer_is_the_worker_s():
+    """The runtime stages 16-bit gradients through a buffer of the size that is predicted here."""
+    from deep_offload.model import memory
+    from deep_offload.runtime import worker
+
+    assert memory.UPCAST_STAGING_NUMEL == worker.UPCAST_STAGING_NUMEL
