@@ -35,10 +35,11 @@ def is_within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def engine_faults(folder: Path) -> list[str]:
-    """Return the imports of the training layer by the engine; the command line tool may start it."""
+    """Return the imports of the training layer by the engine; its command line tool alone may start it."""
     return [
         f"{path.name} imports {name}"
         for path in sorted(folder.rglob("*.py"))
+        if path != folder / "cli.py"
         for name in sorted(imported_names(path))
         if is_within(name, ("megatron.training",))
     ]
@@ -115,7 +116,7 @@ def test_pure_layer_loads_nothing_heavy(package):
 
 
 def test_engine_does_not_know_the_training_layer():
-    """No module of deep_offload imports megatron.training."""
+    """No module of deep_offload but the command line tool imports megatron.training."""
     assert engine_faults(ROOT / "deep_offload") == []
 
 
