@@ -20,27 +20,13 @@ _POLL_SECONDS = 0.05
 def connect(ranks: Ranks, timeout: timedelta, report: Callable[[str], None]) -> dist.Store:
     """Return the store through which all ranks have met.
 
-    report: called on rank 0 with a line that names the missing ranks while it waits.
+    report: called with a line that names who is missing: on rank 0 every rank, on the others rank 0.
     Raises RuntimeError, one sentence, when rank 0 cannot be reached or ranks are still missing after `timeout`.
     """
     if ranks.world_size == 1:
         return dist.HashStore()
     place = f"{ranks.master_addr}:{ranks.master_port}"
-    # torchrun's agent already serves a store at the master's port; rank 0 must not open a second one.
-    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        tcp = dist.TCPStore(
-            ranks.master_addr,
-            ranks.master_port,
-            ranks.world_size,
-            is_master=ranks.is_first and not has_agent,
-            timeout=timeout,
-            wait_for_workers=False,  # we wait ourselves, below, to be able to name who is missing
-            multi_tenant=True,
-        )
-    except (RuntimeError, TimeoutError) as error:
-        reason = str(error).splitlines()[0]
-        raise RuntimeError(f"rank {ranks.rank} cannot use {place} to meet rank 0: {reason}") from None
+    tcp = _reach_first_rank(ranks, timeout, report)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"megatron_training/attempt_{attempt}", tcp)
     store.set(f"joined/{ranks.rank}", socket.gethostname())
@@ -53,6 +39,36 @@ def connect(ranks: Ranks, timeout: timedelta, report: Callable[[str], None]) -> 
         except (RuntimeError, TimeoutError):
             raise RuntimeError(f"rank {ranks.rank} met rank 0 at {place}, but other ranks never came") from None
     return store
+
+
+def _reach_first_rank(ranks: Ranks, timeout: timedelta, report: Callable[[str], None]) -> dist.TCPStore:
+    """Return the store that rank 0 serves, trying until it does."""
+    place = f"{ranks.master_addr}:{ranks.master_port}"
+    # torchrun's agent already serves a store at the master's port; rank 0 must not open a second one.
+    serves = ranks.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    deadline = time.monotonic() + timeout.total_seconds()
+    patience = FIRST_REPORT_SECONDS
+    while True:
+        seconds = max(1.0, min(patience, deadline - time.monotonic()))
+        try:
+            store = dist.TCPStore(
+                ranks.master_addr,
+                ranks.master_port,
+                ranks.world_size,
+                is_master=serves,
+                timeout=timedelta(seconds=seconds),
+                wait_for_workers=False,  # we wait ourselves, to be able to name who is missing
+                multi_tenant=True,
+            )
+        except (RuntimeError, TimeoutError) as error:
+            if serves or time.monotonic() >= deadline:
+                reason = str(error).splitlines()[0]
+                raise RuntimeError(f"rank {ranks.rank} cannot use {place} to meet rank 0: {reason}") from None
+            report(f"rank {ranks.rank} waits for rank 0 at {place}")
+            patience = _REPORT_EVERY_SECONDS
+            continue
+        store.set_timeout(timeout)
+        return store
 
 
 def _wait_for_all(store: dist.Store, ranks: Ranks, timeout: timedelta, report: Callable[[str], None]) -> None:

@@ -1,0 +1,173 @@
+"""Samples on their way to the model: order, resume, shares of ranks, document masks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import islice
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.training.batch import BatchShape, next_batch
+from megatron.training.data import TrainingData, check_data, tokenizer_of
+from megatron.training.samplers import SequentialBatches, ShuffledBatches
+from tests.training.corpora import counting_corpus
+from tests.training.runs import settings
+
+CPU = torch.device("cpu")
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    """A job of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """A corpus of 40 documents of 50 tokens."""
+    return counting_corpus(tmp_path / "text", 40, 50)
+
+
+def build(prefix, words=""):
+    """Build the data of a run of 10 steps."""
+    words = f"--train-iters 10 --eval-iters 1 --eval-interval 5 {words}"
+    config = settings(words, f"--data-path {prefix} --split 30,10,0")
+    return TrainingData(config, check_data(config), tokenizer_of(config.data), [(True, True)])
+
+
+def tokens(iterator, count):
+    """Return the tokens of the next micro-batches as lists."""
+    return [batch["tokens"].tolist() for batch in islice(iterator, count)]
+
+
+def test_labels_follow_tokens(prefix):
+    """Samples are 32 tokens, labels the same moved by one, every token counted."""
+    batch = next(build(prefix).train_iterators(0)[0])
+    assert batch["tokens"].shape == batch["labels"].shape == batch["loss_mask"].shape == (2, 32)
+    assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    assert bool((batch["loss_mask"] == 1).all())
+
+
+def test_end_of_document_is_masked_if_asked_for(prefix):
+    """--eod-mask-loss takes the end-of-document tokens out of the loss, and only those."""
+    batch = next(build(prefix, "--eod-mask-loss").train_iterators(0)[0])
+    assert torch.equal(batch["loss_mask"] == 0, batch["tokens"] == 100)
+    assert bool((batch["tokens"] == 100).any())
+
+
+@pytest.mark.parametrize("words", ["", "--dataloader-type cyclic"])
+def test_resume_goes_on_where_it_stood(prefix, words):
+    """Iterators that start at 12 consumed samples give what the run from the start gives from there on."""
+    data = build(prefix, words)
+    whole = tokens(data.train_iterators(0)[0], 20)
+    assert tokens(data.train_iterators(12)[0], 14) == whole[6:]
+    assert whole[6:8] != whole[:2]
+
+
+def test_index_cache_gives_the_same_samples(prefix):
+    """A second start reads the cached index and gives the same samples."""
+    first = tokens(build(prefix).train_iterators(0)[0], 5)
+    assert tokens(build(prefix).train_iterators(0)[0], 5) == first
+
+
+def test_cache_that_cannot_be_written_is_named(prefix, tmp_path):
+    """A cache folder that is a file is refused with its name and the flag to change."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--data-cache-path") as caught:
+        build(prefix, f"--data-cache-path {tmp_path}/file")
+    assert f"{tmp_path}/file" in str(caught.value)
+
+
+def test_too_little_data_without_weights_is_refused(tmp_path):
+    """Several prefixes without weights are read once; wanting more is refused with both numbers."""
+    paths = " ".join(counting_corpus(tmp_path / name, 10, 20) for name in "ab")
+    config = settings("--train-iters 10", f"--data-path {paths} --split 1,0,0")
+    data = TrainingData(config, check_data(config), tokenizer_of(config.data), [(True, True)])
+    with pytest.raises(ValueError, match="training takes 40 samples, but one pass over the data has"):
+        data.train_iterators(0)
+
+
+def test_weighted_blend_repeats(tmp_path):
+    """With weights both sources appear and are repeated as often as needed."""
+    one = counting_corpus(tmp_path / "one", 10, 40, vocab_size=40)
+    other = counting_corpus(tmp_path / "other", 10, 40, vocab_size=90)
+    config = settings("--train-iters 10", f"--data-path 0.5 {one} 0.5 {other} --split 1,0,0")
+    data = TrainingData(config, check_data(config), tokenizer_of(config.data), [(True, True)])
+    ends = {end for batch in tokens(data.train_iterators(0)[0], 20) for row in batch for end in row if end in (40, 90)}
+    assert ends == {40, 90}
+
+
+def test_stage_without_data_reads_nothing(prefix):
+    """An inner pipeline stage has no iterator, unless document masks need the tokens everywhere."""
+    for words, has_data in (("", False), ("--reset-attention-mask", True)):
+        config = settings(f"--train-iters 5 {words}", f"--data-path {prefix}")
+        data = TrainingData(config, check_data(config), tokenizer_of(config.data), [(False, False), (False, True)])
+        assert [iterator is not None for iterator in data.train_iterators(0)] == [has_data, True]
+
+
+@pytest.mark.parametrize("kind", [SequentialBatches, ShuffledBatches])
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 4), (2, 2), (4, 1), (2, 4)])
+def test_layout_does_not_change_the_samples(kind, micro, ranks):
+    """Whatever the micro-batch and the number of ranks, a global batch of 8 holds the same samples."""
+    options = {"seed": 5} if kind is ShuffledBatches else {}
+    per_rank = [list(islice(kind(64, 8, micro, rank, ranks, **options), 24 // micro // ranks)) for rank in range(ranks)]
+    steps = 8 // micro // ranks
+    batches = [
+        {sample for mine in per_rank for batch in mine[step * steps : (step + 1) * steps] for sample in batch}
+        for step in range(3)
+    ]
+    reference = list(islice(kind(64, 8, 8, 0, 1, **options), 3))
+    assert batches == [set(batch) for batch in reference]
+    assert sum(len(batch) for batch in batches) == 24
+
+
+def test_shuffled_passes_cover_the_data_in_another_order():
+    """Each pass has all samples once; the next pass has another order; the seed decides both."""
+    samples = [batch[0] for batch in islice(ShuffledBatches(10, 0, 1, 0, 1, seed=3), 20)]
+    assert sorted(samples[:10]) == sorted(samples[10:]) == list(range(10))
+    assert samples[:10] != samples[10:] != list(range(10))
+    assert samples == [batch[0] for batch in islice(ShuffledBatches(10, 0, 1, 0, 1, seed=3), 20)]
+
+
+def one_batch(row, **resets):
+    """Return the device batch of one sample."""
+    sample = torch.tensor([row])
+    data = {"tokens": sample, "labels": sample, "loss_mask": torch.ones(1, len(row))}
+    return next_batch(iter([data]), BatchShape(1, len(row), 9, **resets), CPU)
+
+
+def test_plain_positions_need_no_mask():
+    """Without resets positions count through and attention is plain causal."""
+    batch = one_batch([1, 9, 2, 3])
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]]
+    assert batch.attention_mask is None
+
+
+def test_documents_are_separated():
+    """Positions restart after an end of document, which itself belongs to the document it ends."""
+    batch = one_batch([1, 2, 9, 3, 9, 4, 5], reset_position_ids=True, reset_attention_mask=True)
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    visible = (~batch.attention_mask[0, 0]).int().tolist()
+    assert visible == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_end_of_data_is_a_fault_with_a_reason():
+    """An iterator that runs dry stops the run with a sentence instead of a bare StopIteration."""
+    with pytest.raises(RuntimeError, match="the data ended"):
+        next_batch(iter([]), BatchShape(1, 4, 9), CPU)
