@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
 from megatron.training.batch import BatchShape
 from megatron.training.config import DataConfig, TrainingConfig
+from megatron.training.data_cache import cache_folders, remove_broken
 from megatron.training.data_check import NAMES, DataReport, Wanted, check_split, check_whole
 from megatron.training.datasets.blend import Blend, parse_data_path
 from megatron.training.samplers import SequentialBatches, ShuffledBatches
@@ -35,6 +37,11 @@ class DataSource:
     def num_samples(self) -> Wanted:
         """Samples to build of each split; 0 builds no dataset."""
         return self.report.num_samples
+
+    @property
+    def prefixes(self) -> list[str]:
+        """All data prefixes."""
+        return [prefix for blend in (self.blend, *self.per_split) if blend is not None for prefix in blend.prefixes]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -188,6 +195,8 @@ def _build_datasets(
     if settings.split_matrix is not None:
         # A split that nobody reads may have no tokens, and megatron-core would search it for ever.
         settings.split_matrix = [part if size else None for part, size in zip(settings.split_matrix, sizes)]
+    if dist.get_rank() == 0:
+        remove_broken(cache_folders(source.prefixes, data.data_cache_path), print)
     kind = GPTDataset
     if data.mock_data:
         kind = MockGPTDataset

@@ -62,16 +62,12 @@ def find_torch_cuda(local_rank: int) -> TorchCuda:
     return TorchCuda(version, built_for, num_gpus)
 
 
-def choose_device(
-    use_cpu: bool, local_rank: int, one_gpu_per_task: bool, system: SystemGpus, cuda: TorchCuda
-) -> torch.device:
-    """Return the device of this rank. `use_cpu` is the user's word for the CPU of a GPU machine.
+def choose_device(local_rank: int, one_gpu_per_task: bool, system: SystemGpus, cuda: TorchCuda) -> torch.device:
+    """Return the device of this rank: its GPU, or the CPU of a machine without one.
 
     one_gpu_per_task: the launcher shows each rank its own single GPU (SLURM's --gpus-per-task).
     Raises ValueError where the system shows a GPU that torch cannot use, or has fewer GPUs than ranks on this host.
     """
-    if use_cpu:
-        return torch.device("cpu")
     if cuda.num_gpus == 0:
         if not system.evidence:
             return torch.device("cpu")

@@ -31,8 +31,10 @@ def initialize(config: TrainingConfig, ranks: Ranks, report: Callable[[str], Non
     """
     if config.lifecycle.deterministic_mode:
         set_deterministic()
-    system, cuda = find_system_gpus(), find_torch_cuda(ranks.local_rank)
-    device = choose_device(config.lifecycle.use_cpu, ranks.local_rank, ranks.source == "slurm", system, cuda)
+    device = torch.device("cpu")
+    if not config.lifecycle.use_cpu:  # or looking would already start CUDA
+        system, cuda = find_system_gpus(), find_torch_cuda(ranks.local_rank)
+        device = choose_device(ranks.local_rank, ranks.source == "slurm", system, cuda)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:

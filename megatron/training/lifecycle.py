@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,9 @@ class StopWatch:
         self._device = device
         self._started = time.monotonic()
         self._signal_seen = False
+        self._previous: Any = None
         if config.exit_signal_handler:
-            signal.signal(signal.Signals[config.exit_signal], self._on_signal)
+            self._previous = signal.signal(signal.Signals[config.exit_signal], self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal_seen = True
@@ -52,6 +54,11 @@ class StopWatch:
         if config.exit_interval is not None and iteration % config.exit_interval == 0:
             return f"iteration {iteration} is a multiple of --exit-interval {config.exit_interval}"
         return None
+
+    def close(self) -> None:
+        """Give the signal back to whoever had it."""
+        if self._config.exit_signal_handler:
+            signal.signal(signal.Signals[self._config.exit_signal], self._previous or signal.SIG_DFL)
 
     def _any_rank(self, here: bool) -> bool:
         vote = torch.tensor([int(here)], device=self._device)

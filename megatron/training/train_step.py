@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from megatron.training.batch import Batch, BatchShape, next_batch
+from megatron.training.timers import timed
 
 LOSS_NAME = "lm loss"
 Losses = dict[str, float]
@@ -49,7 +50,8 @@ class ForwardStep:
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         is_first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        batch = next_batch(data, self.shape, self.device) if self.shape.is_needed(is_first, is_last) else Batch()
+        with timed(model, "batch-generator"):
+            batch = next_batch(data, self.shape, self.device) if self.shape.is_needed(is_first, is_last) else Batch()
         labels = batch.labels if is_last else None
         output = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=labels)
         return output, partial(sum_losses, batch.loss_mask)
@@ -141,11 +143,13 @@ def train_step(
         chunk.zero_grad_buffer()
     reports = run_schedule(forward, data, chunks, batches, forward_only=False)
     # Losses travel to the host before the update is queued, or reading them would wait for the update.
-    totals = {name: total.to("cpu", non_blocking=True) for name, total in add_reports(reports).items()}
-    copied = torch.cuda.Event() if totals and torch.cuda.is_initialized() else None
+    on_device = add_reports(reports)
+    totals = {name: total.to("cpu", non_blocking=True) for name, total in on_device.items()}
+    copied = torch.cuda.Event() if any(total.is_cuda for total in on_device.values()) else None
     if copied is not None:
         copied.record()
-    succeeded, grad_norm, num_zeros = optimizer.step()
+    with timed(chunks[0], "optimizer"):
+        succeeded, grad_norm, num_zeros = optimizer.step()
     if copied is not None:
         copied.synchronize()  # the copies above; long done, since the optimizer has read the gradient norm
     losses = {name: mean(*total.tolist()) for name, total in totals.items()}

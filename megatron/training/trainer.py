@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +23,10 @@ from megatron.training.launch import Ranks
 from megatron.training.lifecycle import GarbageCollection, Profiling, StopWatch
 from megatron.training.metrics import Interval, LogValues, datetime_line, log_line
 from megatron.training.model import parameters_norm
+from megatron.training.progress import ProgressLine, progress_file
 from megatron.training.schedule import learning_rates
 from megatron.training.tensorboard import ScalarWriter
+from megatron.training.timers import StepTimers, timer_lines
 from megatron.training.train_step import ForwardStep, MicroBatches, StepResult, train_step
 
 
@@ -37,6 +41,11 @@ class TrainState:
 
 class Checkpointing(Protocol):
     """Where the loop hands itself over to be saved and restored. All calls are collective over all ranks."""
+
+    @property
+    def last_saved(self) -> int | None:
+        """Iteration of the last checkpoint that is complete, None before the first."""
+        ...
 
     def load(self, trainer: Trainer) -> None:
         """Restore weights, optimizer, scheduler and `trainer.state`, before any data is read."""
@@ -85,14 +94,20 @@ class Trainer:
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
         self.state, self.stop_reason = TrainState(), None
         self._checkpointing = checkpointing
-        self._report = report
+        # What goes to a terminal beside log lines: drawn by the rank that prints those.
+        self._bottom = ProgressLine(sys.stdout, os.environ if ranks.is_last else {"TERM": "dumb"}, config.num_iterations)
+        self._print = report
         self._valid: list[Any] | None = None
         self._writer = ScalarWriter(config, ranks.is_last)
         self._stop_watch = StopWatch(config.lifecycle, device)
+        self._timers = StepTimers(config.logging.timing_log_level, chunks, device)
         self._garbage = GarbageCollection(config.lifecycle)
         self._profiling = Profiling(config.lifecycle, ranks.rank, config.logging.tensorboard_dir or ".")
         if checkpointing is not None:
             checkpointing.load(self)
+        wanted = config.logging.log_progress and ranks.is_first
+        self._progress = progress_file(config.checkpoint.save, wanted, ranks.world_size)
+        self._noted: int | None = None
 
     def use(self, data: TrainingData, source: DataSource) -> None:
         """Take the data, which is built after a checkpoint has said where to go on."""
@@ -108,6 +123,8 @@ class Trainer:
         state, total = self.state, self.config.num_iterations
         iterators = self.data.train_iterators(state.consumed_train_samples)
         interval = Interval()
+        if self._progress is not None:
+            self._progress.started(self._flops(state.consumed_train_samples))
         if self.config.logging.eval_at_start and state.iteration == 0 and self._evaluates:
             interval.leave_out(self.evaluate_and_report(f"iteration {state.iteration}"))
         while state.iteration < total and self.stop_reason is None:
@@ -120,6 +137,7 @@ class Trainer:
                     self.scheduler.step(increment=batch_size)
                 interval.add(result)
                 interval = self._log(result, interval, batch_size)
+                self._bottom.show(state.iteration, next(iter(result.losses.values()), None))
             self._garbage.after_step(state.iteration)
             if self._evaluates and state.iteration % self.config.logging.eval_interval == 0:
                 interval.leave_out(self.evaluate_and_report(f"iteration {state.iteration}"))
@@ -127,7 +145,9 @@ class Trainer:
             if self._checkpointing is not None:
                 started = time.monotonic()
                 self._checkpointing.after_step(self, self.stop_reason)
+                self._note_checkpoint()
                 interval.leave_out(time.monotonic() - started)
+        self._bottom.erase()
 
     def _step(self, iterators: list[Any], batch_size: int) -> StepResult | None:
         """Do the next step; None if --iterations-to-skip names it, whose samples are read and thrown away."""
@@ -168,6 +188,7 @@ class Trainer:
         if not is_due:
             return interval
         seconds = interval.seconds_per_iteration()
+        times = self._timers.take(interval.num_iterations)
         tflops = self._tflops(batch_size, seconds) if logging.log_throughput else None
         if self.ranks.is_last:
             rate, decoupled = learning_rates(self.optimizer)
@@ -187,7 +208,10 @@ class Trainer:
                 extra=self.optimizer.last_step_fields(),
             )
             self._report(log_line(values, interval, datetime.now()))
+            for line in timer_lines(times, logging.timing_log_option):
+                self._report(line)
             self._writer.timing(iteration, self.state.consumed_train_samples, seconds, tflops)
+            self._writer.timers(iteration, times)
         if iteration == 1:
             self._say_memory()
         return Interval()
@@ -220,9 +244,25 @@ class Trainer:
             return parameters_norm(self.chunks)
 
     def _tflops(self, batch_size: int, seconds: float) -> float:
+        return self._flops(batch_size) / (seconds * 1e12 * self.config.world_size)
+
+    def _flops(self, num_samples: int) -> float:
         padded = self.config.data.padded_vocab_size
         assert padded is not None, "the vocabulary is known before the model is built"
-        return flops_per_step(self.config.model, padded, batch_size) / (seconds * 1e12 * self.config.world_size)
+        return flops_per_step(self.config.model, padded, num_samples)
+
+    def _report(self, line: str) -> None:
+        self._bottom.erase()
+        self._print(line)
+
+    def _note_checkpoint(self) -> None:
+        """Write progress.txt if a checkpoint was completed since the last call."""
+        saved = self._checkpointing.last_saved if self._checkpointing is not None else None
+        if self._progress is None or saved is None or saved == self._noted:
+            return
+        self._noted = saved
+        samples = self.config.samples_after(saved)
+        self._progress.saved(saved, self._flops(samples), samples * self.config.model.seq_length)
 
     def _say_memory(self) -> None:
         if self.device.type != "cuda":
@@ -252,7 +292,8 @@ class Trainer:
         self._garbage.around_evaluation()
         batches = self._micro_batches(self.config.batch.global_batch_size)
         iterations = self.config.logging.eval_iters
-        losses = evaluate(self._forward, iterators, self.chunks, self.optimizer, batches, iterations)
+        with self._timers.paused():
+            losses = evaluate(self._forward, iterators, self.chunks, self.optimizer, batches, iterations)
         self._garbage.around_evaluation()
         if self.ranks.is_last:
             for line in evaluation_lines(prefix, losses):
@@ -273,12 +314,14 @@ class Trainer:
             self.evaluate_and_report(f"iteration {iteration} on validation set")
         if self._checkpointing is not None:
             self._checkpointing.finish(self)
+            self._note_checkpoint()
         if self._tests:
             self._evaluate(self.data.test_iterators(), f"iteration {iteration} on test set", "test")
 
     def close(self) -> None:
         """Release what is not the optimizer's: writers, signal watch, loaders."""
         self._profiling.close()
+        self._stop_watch.close()
         self._garbage.close()
         self._writer.close()
         self._valid = None

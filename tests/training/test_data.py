@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,6 +78,19 @@ def test_index_cache_gives_the_same_samples(prefix):
     """A second start reads the cached index and gives the same samples."""
     first = tokens(build(prefix).train_iterators(0)[0], 5)
     assert tokens(build(prefix).train_iterators(0)[0], 5) == first
+
+
+def test_half_written_cache_is_built_again(prefix, capsys):
+    """Index files cut short by a killed run are removed with a word, and the samples are the same."""
+    first = tokens(build(prefix).train_iterators(0)[0], 5)
+    files = sorted(Path(f"{prefix}/cache/GPTDataset_indices").glob("*-train-*.npy"))
+    assert len(files) == 3
+    os.truncate(files[0], os.path.getsize(files[0]) - 4)
+    os.truncate(files[1], 0)
+    capsys.readouterr()
+    assert tokens(build(prefix).train_iterators(0)[0], 5) == first
+    told = capsys.readouterr().out
+    assert str(files[0]) in told and str(files[1]) in told and str(files[2]) not in told
 
 
 def test_cache_that_cannot_be_written_is_named(prefix, tmp_path):

@@ -68,7 +68,7 @@ def test_smi_is_asked(root):
 
 def test_cpu_machine_trains_on_cpu():
     """No GPU in the system: the CPU, without a flag."""
-    assert choose_device(False, 0, False, SystemGpus(), CPU_TORCH) == torch.device("cpu")
+    assert choose_device(0, False, SystemGpus(), CPU_TORCH) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,14 @@ def test_cpu_machine_trains_on_cpu():
 def test_unusable_gpu_is_refused(cuda, words):
     """A GPU that torch cannot use is an error with both versions, and --use-cpu is the way past it."""
     with pytest.raises(ValueError) as caught:
-        choose_device(False, 0, False, SHOWN, cuda)
+        choose_device(0, False, SHOWN, cuda)
     for word in [*words, "535.104.05", "H200", "--use-cpu"]:
         assert word in str(caught.value)
-    assert choose_device(True, 0, False, SHOWN, cuda) == torch.device("cpu")
 
 
 def test_one_gpu_each():
     """Ranks take the GPU of their number; a rank without one is refused, unless each rank sees only its own."""
-    assert choose_device(False, 0, False, SHOWN, ONE_GPU) == torch.device("cuda", 0)
+    assert choose_device(0, False, SHOWN, ONE_GPU) == torch.device("cuda", 0)
     with pytest.raises(ValueError, match="torch sees 1"):
-        choose_device(False, 1, False, SHOWN, ONE_GPU)
-    assert choose_device(False, 1, True, SHOWN, ONE_GPU) == torch.device("cuda", 0)
+        choose_device(1, False, SHOWN, ONE_GPU)
+    assert choose_device(1, True, SHOWN, ONE_GPU) == torch.device("cuda", 0)

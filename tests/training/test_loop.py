@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 
 import pytest
 import torch
@@ -206,6 +208,23 @@ def test_interval_and_stop(data):
     output = run(f"{LLAMA} --train-iters 20 --log-interval 3 --exit-interval 7", data)
     assert [int(line["iteration"]) for line in log_lines(output)] == [1, 3, 6]
     assert "training stops after iteration 7: iteration 7 is a multiple of --exit-interval 7" in output
+
+
+def test_signal_ends_the_run_after_the_iteration(monkeypatch, data):
+    """With --exit-signal-handler the signal finishes the iteration, ends the run, and leaves the old handler behind."""
+    before = signal.getsignal(signal.SIGUSR1)
+    original = train_step.sum_losses
+
+    def send(mask, losses):
+        if torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return original(mask, losses)
+
+    monkeypatch.setattr(train_step, "sum_losses", send)
+    output = run(f"{LLAMA} --train-iters 9 --exit-signal-handler --exit-signal SIGUSR1", data)
+    assert len(log_lines(output)) == 1
+    assert "training stops after iteration 1: SIGUSR1 was received" in output
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 def test_skipped_iterations_are_read(data):
