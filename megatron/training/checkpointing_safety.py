@@ -73,6 +73,11 @@ _INDEX = {
             "_MEM_FORMAT_ENCODING",
         )
     ),
+    # megatron-core keeps the plans of all ranks in the index.
+    *(
+        ("torch.distributed.checkpoint.planner", name)
+        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),

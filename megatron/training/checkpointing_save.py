@@ -92,7 +92,7 @@ def own_items(
             elif _is_main(entry.replica_id, (-1,)):  # its data-parallel ranks share the work
                 areas[number] = areas_of_entry(entry)
     for obj in (*(e for e in nested_values(state) if isinstance(e, ShardedObject)), *objects):
-        if _is_main(obj.replica_id, ()) and obj.data is not None:
+        if _is_main(obj.replica_id, ()):
             yield SaveItem(obj.unique_key, _always(obj.data))
     kinds = (WEIGHT, *STATE_KINDS) if with_optimizer else (WEIGHT,)
     for where in params.ranges():
