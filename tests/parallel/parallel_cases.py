@@ -1,0 +1,168 @@
+"""The real `pretrain` in every rank of a pool, one command line after another, with what tests compare."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import socket
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from megatron.training.arguments import parse_args
+from megatron.training.launch import Ranks
+from megatron.training.training import pretrain
+
+SHAPE = "--num-layers 4 --hidden-size 48 --num-attention-heads 4"
+LLAMA = (
+    f"{SHAPE} --group-query-attention --num-query-groups 2 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope"
+)
+"""Tied embeddings unless --untie-embeddings-and-output-weights is added."""
+COMMON = (
+    "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --train-iters 3 --lr 2e-3 --min-lr 1e-4 "
+    "--lr-warmup-iters 1 --weight-decay 0.1 --adam-beta2 0.95 --mock-data --tokenizer-type NullTokenizer --vocab-size 300 "
+    "--make-vocab-size-divisible-by 8 --log-interval 1 --deterministic-mode --eval-interval 1000 --eval-iters 0 "
+    "--clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --ddp-bucket-size 9000 --log-state-digest "
+    "--interleaved-offload --offload-subgroup-numel 1500 --num-workers 0 --offload-cpu-threads 1"
+)
+LAYOUTS = {
+    "one": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2 sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2 virtual": (2, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "dp2": (2, ""),
+    "dp4": (4, ""),
+    "tp2 dp2": (4, "--tensor-model-parallel-size 2"),
+    "tp2 pp2": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
+    "pp2 dp2": (4, "--pipeline-model-parallel-size 2"),
+    "tp2 sp pp2 virtual": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+    ),
+}
+"""Name -> (ranks, flags)."""
+
+Hook = Callable[[DeepOffloadOptimizer], None]
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of one run. Losses are on the last rank, the digest on the first."""
+
+    losses: list[str] = field(default_factory=list)
+    norms: list[str] = field(default_factory=list)
+    scales: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    digest: str = ""
+    num_buckets: int = 0
+    num_subgroups: int = 0
+    early: int = 0
+    """Subgroups whose gradient was said to be final before the optimizer's step, in the last iteration."""
+    replicas_agree: bool = True
+    traffic: dict[str, int] = field(default_factory=dict)
+    notes: list[Any] = field(default_factory=list)
+
+
+def free_port() -> int:
+    """A port on this host that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def run_all(command_lines: Sequence[str], cache: str) -> list[Outcome]:
+    """In a rank of a pool: train each command line. cache: folder for the machine's measured rates."""
+    os.environ["DEEP_OFFLOAD_CACHE"] = cache
+    return [train(line) for line in command_lines]
+
+
+def train(command_line: str, watch: Callable[[Outcome], contextlib.AbstractContextManager] | None = None) -> Outcome:
+    """Train in this rank; the process group of the caller is replaced. watch: a context around the run."""
+    ranks = _ranks()
+    outcome, out = Outcome(), io.StringIO()
+    config = parse_args(command_line.split(), world_size=ranks.world_size)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(_observed(outcome))
+        if watch is not None:
+            stack.enter_context(watch(outcome))
+        pretrain(config, ranks)
+    text = out.getvalue()
+    outcome.losses = re.findall(r"lm loss: (\S+)", text)
+    outcome.norms = re.findall(r"grad norm: (\S+)", text)
+    outcome.scales = re.findall(r"loss scale: (\S+)", text)
+    outcome.skipped = re.findall(r"number of skipped iterations: +(\d+)", text)
+    outcome.digest = "".join(re.findall(r"state digest: (\S+)", text))
+    _join_again(ranks)
+    return outcome
+
+
+def _ranks() -> Ranks:
+    """This pool rank's place as torchrun would tell it, on a port that rank 0 found; leaves the process group."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    port = [free_port()]
+    dist.broadcast_object_list(port, src=0)
+    dist.destroy_process_group()
+    return Ranks(rank, world, rank, world, "127.0.0.1", port[0], "torchrun")
+
+
+def _join_again(ranks: Ranks) -> None:
+    """A process group for the next run to agree on its port; on the same port, whose store is gone."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{ranks.master_port}", rank=ranks.rank, world_size=ranks.world_size
+    )
+
+
+@contextlib.contextmanager
+def _observed(outcome: Outcome):
+    """Look at the optimizer around its steps and before it closes."""
+    original_step, original_close = DeepOffloadOptimizer.step, DeepOffloadOptimizer.close
+    seen = []
+
+    def step(self):
+        outcome.early = len(self._engine._ready)
+        return original_step(self)
+
+    def close(self):
+        if not seen:
+            seen.append(self)
+            self.synchronize()
+            outcome.num_buckets = len(self._buffers.shards)
+            outcome.num_subgroups = len(self._engine.layout.subgroups)
+            outcome.traffic = self.traffic()
+            outcome.replicas_agree = replicas_agree(self)
+        original_close(self)
+
+    with (
+        mock.patch.object(DeepOffloadOptimizer, "step", step),
+        mock.patch.object(DeepOffloadOptimizer, "close", close),
+    ):
+        yield
+
+
+def replicas_agree(optimizer: DeepOffloadOptimizer) -> bool:
+    """Whether each parameter has the same bits on all ranks that hold it, once gathered; and names are unique."""
+    for chunk in optimizer._chunks:
+        chunk.start_param_sync(force_sync=True)
+    agree = True
+    group = optimizer._buffers.shards[0].group
+    for param in optimizer._buffers.params:
+        mine = param.detach().contiguous().view(torch.uint8).flatten()
+        first = mine.clone()
+        dist.broadcast(first, src=dist.get_global_rank(group, 0), group=group)
+        agree = agree and torch.equal(first, mine)
+    names = [(entry.name, entry.kind) for entry in optimizer.state_entries()]
+    return agree and len(names) == len(set(names))
