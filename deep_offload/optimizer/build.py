@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from deep_offload.config import OffloadConfig
+from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.model.choose import Choice, choose_placement
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
@@ -32,6 +33,7 @@ def build_engine(
 
     shards in forward order. Raises ValueError with numbers, before any large allocation, when state does not fit.
     """
+    cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
     on_gpu = device.type == "cuda"
     specs = [shard.spec for shard in shards]

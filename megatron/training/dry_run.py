@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-from deep_offload.config import OffloadConfig
 from deep_offload.model.dry_run import DryRun, dry_run_report
 from deep_offload.model.gpt import GPTShape, ParallelShape
-from deep_offload.model.hardware import HardwareProfile, profile_from_json
-from deep_offload.model.machines import load_profile
+from deep_offload.model.machines import planning_profile
 from deep_offload.model.run import RecomputeShape, RunShape
 from megatron.training.config import TrainingConfig
 from megatron.training.tokenizer import build_tokenizer
 
-DEFAULT_PROFILE = "h200"
-
 
 def dry_run(config: TrainingConfig) -> DryRun:
     """Report bytes, placement and predicted times of every pipeline stage. Raises ValueError for unusable settings."""
-    profile, line = find_profile(config.offload)
+    profile, line = planning_profile(config.offload.offload_profile)
     report = dry_run_report(run_shape(_with_vocab(config)), config.offload, profile)
     return DryRun([line, *report.lines], report.fits)
-
-
-def find_profile(offload: OffloadConfig) -> tuple[HardwareProfile, str]:
-    """The named profile or file, else the newest one that was measured here, else a built-in one; and a line on which."""
-    if offload.offload_profile is not None:
-        return load_profile(offload.offload_profile), f"rates: --offload-profile {offload.offload_profile}"
-    cache = os.environ.get("DEEP_OFFLOAD_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deep_offload"
-    found = sorted((Path(cache) if cache else home).glob("profile-*.json"), key=lambda path: path.stat().st_mtime)
-    if found:
-        return profile_from_json(found[-1].read_text(), str(found[-1])), f"rates: measured on this machine, {found[-1]}"
-    return load_profile(DEFAULT_PROFILE), (
-        f"rates: the built-in profile {DEFAULT_PROFILE}, since this machine was not measured (`python -m deep_offload "
-        "calibrate` measures it, --offload-profile names another)"
-    )
 
 
 def run_shape(config: TrainingConfig) -> RunShape:

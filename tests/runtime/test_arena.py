@@ -1,0 +1,122 @@
+"""Host memory for state: exact sizes, touched once, shared with forked processes instead of copied."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from deep_offload.runtime.arena import PIN_CHUNK_BYTES, ArraySpec, HostArena, _chunks
+
+MIB = 1 << 20
+
+
+def make(sizes, **settings) -> HostArena:
+    specs = [ArraySpec(numel, dtype) for numel, dtype in sizes]
+    return HostArena(specs, pin=False, num_threads=2, warn=pytest.fail, **settings)
+
+
+def test_arrays_are_exact_zeroed_and_apart():
+    """Each array has its size and type, starts on a page, is zero, and shares no byte with another."""
+    arena = make([(1000, torch.float32), (7, torch.bfloat16), (0, torch.int16), (4096, torch.float32)])
+    assert [(a.numel(), a.dtype) for a in arena.arrays] == [
+        (1000, torch.float32),
+        (7, torch.bfloat16),
+        (0, torch.int16),
+        (4096, torch.float32),
+    ]
+    assert arena.num_bytes == 4096 + 4096 + 0 + 16384
+    for number, array in enumerate(arena.arrays):
+        if array.numel():
+            assert array.data_ptr() % 4096 == 0
+        assert int(array.count_nonzero()) == 0
+        array.fill_(number + 1)
+    for number, array in enumerate(arena.arrays):
+        assert torch.all(array == number + 1)
+    arena.close()
+
+
+def test_memory_is_the_sum_of_the_arrays():
+    """The process grows by what the planner counts: no rounding to powers of two, nothing allocated twice."""
+    code = (
+        "import torch\n"
+        "from deep_offload.runtime.arena import ArraySpec, HostArena\n"
+        "def kib(name):\n"
+        "    return int([l for l in open('/proc/self/status') if l.startswith(name)][0].split()[1])\n"
+        "torch.zeros(10)\n"
+        "before, start = kib('RssShmem'), kib('VmHWM')\n"
+        "arena = HostArena([ArraySpec(75 << 18, torch.float32)] * 3, pin=False, num_threads=2, warn=print)\n"
+        "print(kib('RssShmem') - before, kib('VmHWM') - start)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    grown, peak = (int(word) for word in result.stdout.split())
+    wanted = 3 * 75 * 1024
+    assert wanted <= grown <= 1.05 * wanted
+    assert peak <= 1.1 * wanted
+
+
+def test_fork_shares_the_pages():
+    """A forked child sees the state, and its writes by the parent afterwards cost no second copy."""
+    arena = make([(16 * MIB, torch.float32)])
+    state = arena.arrays[0]
+    state.fill_(1.0)
+    read_end, write_end = os.pipe()
+    release_read, release_write = os.pipe()
+    child = os.fork()
+    if child == 0:  # a data worker or checkpoint writer: stays while the parent trains on
+        os.read(release_read, 1)
+        value = bytes([int(state[123].item())])
+        os.write(write_end, value)
+        os._exit(0)
+    before = _memory_of_both(child)
+    state.fill_(2.0)
+    after = _memory_of_both(child)
+    os.write(release_write, b"x")
+    seen = os.read(read_end, 1)[0]
+    os.waitpid(child, 0)
+    assert seen == 2, "the child reads the shared pages, not a copy of its own"
+    assert after - before < 8 * MIB, "a private mapping would have been copied: 64 MiB"
+    arena.close()
+
+
+def _memory_of_both(child: int) -> int:
+    """Proportional set size of parent and child together, bytes."""
+    total = 0
+    for pid in (os.getpid(), child):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        total += int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) * 1024
+    return total
+
+
+def test_unmappable_size_is_one_sentence():
+    """A size that the system refuses names the bytes and what to change."""
+    code = (
+        "import resource, torch\n"
+        "from deep_offload.runtime.arena import ArraySpec, HostArena\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+        "try:\n"
+        "    HostArena([ArraySpec(1 << 32, torch.float32)], pin=False, num_threads=1, warn=print)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.startswith("16.00 GiB of host memory for optimizer state could not be mapped"), result.stderr
+
+
+def test_chunks_cut_between_arrays_only():
+    """Pinning goes in chunks that cover everything and never cut an array."""
+    sizes = [3 << 30, 2 << 30, 1 << 30, 5 << 30, 4096]
+    chunks = _chunks(sizes, sum(sizes))
+    borders = {0}
+    for size in sizes:
+        borders.add(max(borders) + size)
+    assert sum(length for _, length in chunks) == sum(sizes)
+    assert all(start in borders and length >= 1 for start, length in chunks)
+    assert all(length >= PIN_CHUNK_BYTES for _, length in chunks[:-1])
