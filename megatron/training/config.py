@@ -111,6 +111,10 @@ class TrainingConfig:
             "--offload-grad-wire param would round gradients, because the gradient buffer is fp32: add "
             "--grad-reduce-in-bf16 (with --bf16), train with --fp16, or use --offload-grad-wire fp32",
         )
+        require(
+            self.checkpoint.save is not None or not self.logging.log_progress,
+            "--log-progress writes SAVE/progress.txt: add --save or drop it",
+        )
 
     def _fill_batch(self) -> None:
         batch, step = self.batch, self.batch.micro_batch_size * self.data_parallel_size

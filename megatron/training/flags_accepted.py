@@ -285,14 +285,9 @@ MAPPED: dict[str, tuple[int | str, str]] = {
 }
 """Flag that sets other flags: (number of values, what it does). `flags_rules.py` does it."""
 
-_TIMERS = "the parts of a step are not timed yet"
 _OWN_PLAN = "saves and loads follow one plan yet"
 
 NOT_YET: dict[str, str] = {
-    "timing_log_level": _TIMERS,
-    "timing_log_option": _TIMERS,
-    "log_timers_to_tensorboard": _TIMERS,
-    "log_progress": "progress.txt is not written yet",
     "check_for_nan_in_loss_and_grad": "a step that is not finite is always skipped and counted",
     "async_save": "saves wait until their files are written yet",
     "dist_ckpt_strictness": "missing keys always stop a load and further keys are always ignored",

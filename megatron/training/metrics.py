@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import datetime
 
+from megatron.training.config import TrainingConfig
 from megatron.training.train_step import Losses, StepResult
 
 
@@ -95,6 +96,18 @@ def log_line(values: LogValues, interval: Interval, now: datetime) -> str:
     for name, text in values.extra:
         line += f" {name}: {text} |"
     return line
+
+
+def flat_settings(config: TrainingConfig) -> dict[str, object]:
+    """Return every setting by its flag's name with underscores."""
+    values: dict[str, object] = {}
+    for place in fields(config):
+        section = getattr(config, place.name)
+        if is_dataclass(section):
+            values.update({inner.name: getattr(section, inner.name) for inner in fields(section)})
+        elif place.name != "notes":
+            values[place.name] = section
+    return values
 
 
 def datetime_line(label: str) -> str:

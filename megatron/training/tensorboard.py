@@ -10,6 +10,8 @@ import torch
 
 from megatron.training.config import LoggingConfig, TrainingConfig
 from megatron.training.evaluation import perplexity
+from megatron.training.metrics import flat_settings
+from megatron.training.timers import Times
 from megatron.training.train_step import Losses
 
 
@@ -52,6 +54,13 @@ class ScalarWriter:
         for name, value in values.items():
             self._add(name, value, iteration)
             self._add_samples(name, value, samples)
+
+    def timers(self, iteration: int, times: Times) -> None:
+        """Write the slowest rank's seconds of each part of a step as `NAME-time`, with --log-timers-to-tensorboard."""
+        if not self._logging.log_timers_to_tensorboard:
+            return
+        for name, seconds in times.items():
+            self._add(f"{name}-time", max(seconds), iteration)
 
     def memory(self, iteration: int) -> None:
         """Write the GPU memory of this rank, in bytes."""
@@ -111,6 +120,10 @@ def _open_wandb(config: TrainingConfig) -> Any:
     folder = logging.wandb_save_dir or os.path.join(config.checkpoint.save or ".", "wandb")
     os.makedirs(folder, exist_ok=True)
     wandb.init(
-        project=logging.wandb_project, name=logging.wandb_exp_name, entity=logging.wandb_entity or None, dir=folder
+        project=logging.wandb_project,
+        name=logging.wandb_exp_name,
+        entity=logging.wandb_entity or None,
+        dir=folder,
+        config=flat_settings(config),
     )
     return wandb

@@ -95,7 +95,9 @@ class Trainer:
         self.state, self.stop_reason = TrainState(), None
         self._checkpointing = checkpointing
         # What goes to a terminal beside log lines: drawn by the rank that prints those.
-        self._bottom = ProgressLine(sys.stdout, os.environ if ranks.is_last else {"TERM": "dumb"}, config.num_iterations)
+        self._bottom = ProgressLine(
+            sys.stdout, os.environ if ranks.is_last else {"TERM": "dumb"}, config.num_iterations
+        )
         self._print = report
         self._valid: list[Any] | None = None
         self._writer = ScalarWriter(config, ranks.is_last)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from megatron.training.device import describe_device
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.launch import Ranks
 from megatron.training.lifecycle import end_process_after
-from megatron.training.metrics import datetime_line, gibibytes
+from megatron.training.metrics import datetime_line, flat_settings, gibibytes
 from megatron.training.model import TORCH_DTYPES, build_model
 from megatron.training.schedule import build_scheduler
 from megatron.training.tokenizer import Tokenizer
@@ -62,7 +61,9 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
             _run(trainer, tokenizer, report_first)
         finally:
             trainer.close()
-    except BaseException:
+    except BaseException as error:
+        if isinstance(checkpointing, Checkpoints):
+            checkpointing.fail(error)
         _clean_up_failure(optimizer, ranks)
         raise
     optimizer.close()
@@ -172,13 +173,7 @@ def _ignore(line: str) -> None:
 
 def _print_arguments(config: TrainingConfig, report: Callable[[str], None]) -> None:
     """Print every setting by its flag's name, sorted, as Megatron does."""
-    values: dict[str, object] = {}
-    for field in fields(config):
-        section = getattr(config, field.name)
-        if is_dataclass(section):
-            values.update({inner.name: getattr(section, inner.name) for inner in fields(section)})
-        elif field.name != "notes":
-            values[field.name] = section
+    values = flat_settings(config)
     report("------------------------ arguments ------------------------")
     for name in sorted(values):
         report(f"  {name} {'.' * max(48 - len(name), 2)} {values[name]}")

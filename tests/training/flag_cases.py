@@ -189,7 +189,7 @@ TIER_2 = """
 --log-memory-to-tensorboard -> logging.log_memory_to_tensorboard=True
 --tensorboard-queue-size 5 -> logging.tensorboard_queue_size=5
 --tensorboard-log-interval 10 -> logging.tensorboard_log_interval=10
---log-progress -> logging.log_progress=True
+--log-progress --save d --save-interval 5 -> logging.log_progress=True
 --wandb-save-dir w -> logging.wandb_save_dir='w'
 --wandb-entity me -> logging.wandb_entity='me'
 --log-batch-size-to-tensorboard -> note
