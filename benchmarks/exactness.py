@@ -84,7 +84,8 @@ def main() -> int:
     runs: dict[str, Run] = {}
     for name in options.settings.split(","):
         command = [*shlex.split(options.model), *shlex.split(TRAINING), *data, "--train-iters", str(options.iterations)]
-        runs[name] = run = train([*command, *shlex.split(SETTINGS[name])], options.output / f"{name.replace('/', '_')}.log")
+        log = options.output / f"{name.replace('/', '_').replace(' ', '_')}.log"
+        runs[name] = run = train([*command, *shlex.split(SETTINGS[name])], log)
         print(
             f"{name}: loss {run.losses[0]} -> {run.losses[-1]}, {run.milliseconds:.1f} ms an iteration, {run.memory}, "
             f"upcast {run.upcast_bytes / 2**30:.2f} GiB, {run.placement}, {run.digest}",

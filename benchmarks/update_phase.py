@@ -95,11 +95,13 @@ def main() -> None:
                 built = time.perf_counter() - begin
                 seconds, steady = measure(engine, arguments.repeats, device)
                 timeline = engine.timeline()
-                busy = " ".join(f"{lane.value} {timeline.busy_share(lane):.2f}" for lane in Lane if lane is not Lane.MAIN)
+                lanes = (lane for lane in Lane if lane is not Lane.MAIN)
+                busy = " ".join(f"{lane.value} {timeline.busy_share(lane):.2f}" for lane in lanes)
                 predicted = lines[-1].split(" ms")[0].rsplit(" ", 1)[-1]
                 placement = lines[2].split(", slots")[0].removeprefix("placement: ")
                 print(
-                    f"split {split} wire {wire} share {share} [{placement[:60]}]: update {total / seconds / 1e9:.2f} G/s "
+                    f"split {split} wire {wire} share {share} [{placement[:60]}]: update "
+                    f"{total / seconds / 1e9:.2f} G/s "
                     f"({seconds * 1e3:.1f} ms, predicted {predicted} ms), steady {total / steady / 1e9:.2f} G/s, "
                     f"busy {busy}, built in {built:.1f} s",
                     flush=True,

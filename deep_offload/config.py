@@ -65,12 +65,14 @@ class OffloadConfig:
             _check_positive_int("--offload-stride", self.offload_stride, "auto, none")
             if self.offload_gpu_share != "auto":
                 raise ValueError(
-                    f"--offload-stride {self.offload_stride} and --offload-gpu-share {self.offload_gpu_share} both choose "
+                    f"--offload-stride {self.offload_stride} and --offload-gpu-share {self.offload_gpu_share} "
+                    f"both choose "
                     "the GPU's subgroups: give only one of them"
                 )
         if self.offload_stride == "none" and self.offload_gpu_share not in ("auto", 0.0):
             raise ValueError(
-                f"--offload-stride none updates everything on the CPU, but --offload-gpu-share is {self.offload_gpu_share}: "
+                f"--offload-stride none updates everything on the CPU, but --offload-gpu-share is "
+                f"{self.offload_gpu_share}: "
                 "give only one of them"
             )
         if self.offload_subgroup_numel != "auto":

@@ -111,17 +111,22 @@ def _describe(
     counts = {place: sum(p is place for p in choice.placement) for place in Place}
     lines = [
         f"optimizer state: {layout.numel:,} parameters in {len(layout.subgroups)} subgroups of up to "
-        f"{layout.max_subgroup_numel:,}: {counts[Place.RESIDENT]} resident on the GPU, {counts[Place.GPU]} streamed to it, "
+        f"{layout.max_subgroup_numel:,}: {counts[Place.RESIDENT]} resident on the GPU, {counts[Place.GPU]} "
+        f"streamed to it, "
         f"{counts[Place.CPU]} updated by the CPU",
         f"bytes: {engine.host_bytes / GIB:.3f} GiB of host memory (limit: {limits.source}), "
-        f"{engine.device_bytes / GIB:.3f} GiB of device memory ({choice.device_bytes.slots / GIB:.3f} GiB of it staging slots)",
+        f"{engine.device_bytes / GIB:.3f} GiB of device memory ({choice.device_bytes.slots / GIB:.3f} GiB of it "
+        f"staging slots)",
     ]
     if config.interleaved_offload:
         lines += [
             f"placement: GPU share {choice.gpu_share:.3f}, stride {choice.stride or 'none'}, resident fraction "
-            f"{choice.resident_fraction:.3f}, {engine.settings.num_slots} slots, gradient wire {choice.wire}, split master "
-            f"{'on' if engine.settings.split_master else 'off'}, {engine.settings.num_threads} CPU threads ({choice.why})",
-            f"predicted update: {choice.predicted_update_seconds * 1e3:.1f} ms, bound by {choice.binding_lane}; rates of "
+            f"{choice.resident_fraction:.3f}, {engine.settings.num_slots} slots, gradient wire {choice.wire}, "
+            f"split master "
+            f"{'on' if engine.settings.split_master else 'off'}, {engine.settings.num_threads} CPU threads "
+            f"({choice.why})",
+            f"predicted update: {choice.predicted_update_seconds * 1e3:.1f} ms, bound by {choice.binding_lane}; "
+            f"rates of "
             f"{profile.name} ({profile.source}, {profile.date})",
         ]
     return lines

@@ -74,7 +74,8 @@ class ParamState:
         return self._engine.read_state(where.subgroup, low, high)[kind]
 
     def write(self, where: OwnRange, kind: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite from element `start` of the flat parameter; a master, or a weight, also sets the other of the two."""
+        """Overwrite from element `start` of the flat parameter; a master, or a weight, also sets the other of the
+        two."""
         low = where.subgroup_start + start - where.start
         name = MASTER if kind == WEIGHT else kind
         self._engine.write_state(where.subgroup, name, low, values.reshape(-1).float())

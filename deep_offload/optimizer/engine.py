@@ -208,7 +208,8 @@ class OffloadEngine:
         return self._buffers.weights[i][start:end]
 
     def write_state(self, i: int, name: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements from `start` of one state of subgroup i with fp32 values; a master also sets its weights."""
+        """Overwrite elements from `start` of one state of subgroup i with fp32 values; a master also sets its
+        weights."""
         self._drop_run()
         piece = slice(start, start + values.numel())
         arrays = self._home(i)

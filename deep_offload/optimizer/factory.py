@@ -55,7 +55,8 @@ def build_param_groups(
     decoupled_lr: float | None,
     decoupled_min_lr: float | None,
 ) -> list[dict[str, Any]]:
-    """Groups by weight decay and decoupled learning rate; the same groups in the same order on every rank, even if empty."""
+    """Groups by weight decay and decoupled learning rate; the same groups in the same order on every rank, even if
+    empty."""
     has_decoupled = decoupled_lr is not None
     keys = [
         (decay, decoupled) for decoupled in ((False, True) if has_decoupled else (False,)) for decay in (True, False)

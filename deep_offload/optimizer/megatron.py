@@ -108,7 +108,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         return True, norm, num_zeros
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP zeroes."""
+        """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
+        zeroes."""
         self._settle()
 
     def synchronize(self) -> None:
@@ -206,7 +207,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             self._engine.refresh_master(i)
 
     def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Step, groups without their parameters, loss scaler and, by subgroup, fp32 state of this rank's shards (copies)."""
+        """Step, groups without their parameters, loss scaler and, by subgroup, fp32 state of this rank's shards
+        (copies)."""
         self.synchronize()
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         state = [
@@ -239,7 +241,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
 
     @torch.no_grad()
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take in what dist_checkpointing loaded for `sharded_state_dict(is_loading=True)`; weights follow the masters."""
+        """Take in what dist_checkpointing loaded for `sharded_state_dict(is_loading=True)`; weights follow the
+        masters."""
         self.synchronize()
         self._step = state_dict["optimizer"]["step"]
         for group, saved in zip(self.param_groups, state_dict["optimizer"]["param_groups"], strict=True):
@@ -301,7 +304,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         given = [shard[MASTER].numel() for shard in state_dict["shards"]]
         if sizes != given:
             raise ValueError(
-                f"the state holds shards of {given} elements, this rank's are {sizes}: load it with the parallel layout and "
+                f"the state holds shards of {given} elements, this rank's are {sizes}: load it with the "
+                f"parallel layout and "
                 "bucket size it was saved with"
             )
         self.synchronize()
@@ -360,7 +364,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         return sorted(set(_all_entries(entries)))
 
     def _gather(self, number: int, name: str | None, state: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its weights."""
+        """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its
+        weights."""
         param = self._buffers.params[number]
         flat = torch.zeros(param.numel(), dtype=param.dtype if name is None else torch.float32, device=self._device)
         for piece in self._buffers.pieces[number]:

@@ -1,6 +1,7 @@
 """The only code that reads the insides of megatron-core's DistributedDataParallel.
 
-Attributes read: DDP.{buffers, expert_parallel_buffers, bucket_groups, expert_parallel_bucket_groups, ddp_config, config};
+Attributes read: DDP.{buffers, expert_parallel_buffers, bucket_groups, expert_parallel_bucket_groups, ddp_config,
+config};
 buffer.{buckets, param_index_map, data_parallel_group}; bucket.{param_data, grad_data, offset, params_list,
 gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch}. `tests/optimizer/test_megatron_contract.py` names
 each, so that a new megatron-core breaks one file with one message.
@@ -57,7 +58,8 @@ def map_buffers(chunks: Sequence[DistributedDataParallel]) -> BufferMap:
     """Find this rank's slices. Raises ValueError when DDP was built without `use_distributed_optimizer`."""
     if not all(chunk.ddp_config.use_distributed_optimizer for chunk in chunks):
         raise ValueError(
-            "the model is wrapped by DistributedDataParallel without use_distributed_optimizer, but its parameters must lie "
+            "the model is wrapped by DistributedDataParallel without use_distributed_optimizer, but its "
+            "parameters must lie "
             "in DDP's flat buffers: set DistributedDataParallelConfig(use_distributed_optimizer=True)"
         )
     shards: list[BucketShard] = []
@@ -116,7 +118,8 @@ class BackwardHooks:
     """Calls `on_ready(number)` when the gradient of parameter `number` is final in the last micro-batch's backward.
 
     The hooks run behind DDP's own, which add the gradient to the buffer. How often a parameter's hook fires in one
-    backward is learned from the first one, as DDP does it; `on_again(number)` is called if a gradient changes after it was
+    backward is learned from the first one, as DDP does it; `on_again(number)` is called if a gradient changes after
+    it was
     said to be final.
     """
 

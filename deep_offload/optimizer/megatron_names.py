@@ -40,7 +40,7 @@ def named_params(chunks: Sequence[torch.nn.Module]) -> list[NamedParam]:
         for local, param in model.named_parameters():
             if not param.requires_grad:
                 continue
-            name = _LAYER.sub(lambda m: f"{m[1]}layers.{offsets[int(m[2])]}.", local)
+            name = _global_name(local, offsets)
             tied = bool(getattr(model, "share_embeddings_and_output_weights", False)) and name == "output_layer.weight"
             out.append(
                 NamedParam(
@@ -48,6 +48,10 @@ def named_params(chunks: Sequence[torch.nn.Module]) -> list[NamedParam]:
                 )
             )
     return out
+
+
+def _global_name(local: str, numbers: dict[int, int]) -> str:
+    return _LAYER.sub(lambda match: f"{match[1]}layers.{numbers[int(match[2])]}.", local)
 
 
 def _layer_numbers(model: torch.nn.Module) -> dict[int, int]:

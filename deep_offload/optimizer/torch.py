@@ -23,11 +23,15 @@ class InterleavedAdamW(torch.optim.Optimizer):
     """AdamW with its state in host memory, updated on CPU and GPU at once; bits do not depend on the placement.
 
     params: parameters or groups, each with its own lr, betas, eps and weight_decay; all on one device. Their storage
-    moves into flat buffers that this optimizer owns: shapes, values and the Parameter objects stay, `p.data` becomes a view.
-    offload: placement (default: offload everything, the model picks the share). max_grad_norm: clip the global norm inside
+    moves into flat buffers that this optimizer owns: shapes, values and the Parameter objects stay, `p.data` becomes
+    a view.
+    offload: placement (default: offload everything, the model picks the share). max_grad_norm: clip the global norm
+    inside
     the update, without touching `p.grad`; `last_grad_norm` is the norm before clipping. loss_scale: gradients are
-    divided by it; needed for fp16 parameters. flush_in_backward: copy gradients to the host while backward goes on; use it
-    where one backward makes a step. A gradient that is not finite skips the step when max_grad_norm or loss_scale is given.
+    divided by it; needed for fp16 parameters. flush_in_backward: copy gradients to the host while backward goes on;
+    use it
+    where one backward makes a step. A gradient that is not finite skips the step when max_grad_norm or loss_scale is
+    given.
 
     A parameter written between steps by in-place operations refreshes its master; after writing through `p.data`, which
     torch does not record, call `refresh_masters()`. A parameter whose grad is None is skipped, like in torch.
@@ -74,7 +78,8 @@ class InterleavedAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if getattr(self, "_is_built", False):
             raise ValueError(
-                "a parameter group was added after construction, but state is laid out once: give all groups to the constructor"
+                "a parameter group was added after construction, but state is laid out once: give all groups to "
+                "the constructor"
             )
         super().add_param_group(param_group)
 
@@ -145,7 +150,8 @@ class InterleavedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave, or a `torch.optim.AdamW` state: without `master`, masters follow the parameters."""
+        """Load what `state_dict` gave, or a `torch.optim.AdamW` state: without `master`, masters follow the
+        parameters."""
         saved, mine = state_dict["param_groups"], self.param_groups
         if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
             raise ValueError(
@@ -224,7 +230,8 @@ class InterleavedAdamW(torch.optim.Optimizer):
         return [g.param for g in segments if g.start < s.start + s.numel and s.start < g.end]
 
     def _collect_grads(self) -> None:
-        """Bring gradients that the user replaced or edited into the flat buffer, and drop flushes that missed an edit."""
+        """Bring gradients that the user replaced or edited into the flat buffer, and drop flushes that missed an
+        edit."""
         for number, p in enumerate(self._params):
             view = self._flat.grad_views[number]
             if p.grad is None:
@@ -309,6 +316,7 @@ def _check_params(params: list[torch.nn.Parameter], loss_scale: float | None) ->
             )
         if p.dtype == torch.float16 and loss_scale is None:
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is float16 and no loss_scale was given: its gradients would underflow, so "
+                f"a parameter of shape {tuple(p.shape)} is float16 and no loss_scale was given: its gradients "
+                f"would underflow, so "
                 "scale the loss and pass loss_scale, or use bfloat16"
             )

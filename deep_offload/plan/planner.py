@@ -26,7 +26,8 @@ def default_seconds(layout: ShardLayout) -> OpSeconds:
 
 
 def build_plan(layout: ShardLayout, placement: Placement, num_slots: int, seconds: OpSeconds | None = None) -> Plan:
-    """Order one iteration: gradients down during backward, then all lanes at once, then what the next forward waits for.
+    """Order one iteration: gradients down during backward, then all lanes at once, then what the next forward waits
+    for.
 
     layout: the rank's subgroups in forward order; placement: one Place each; num_slots: staging slots on the GPU.
     seconds: predicted cost of an op, which decides how prefetches and parameter uploads share the H2D lane.
@@ -124,7 +125,8 @@ class _Builder:
             self._emit(OpKind.PARAMS_NEEDED, i, (writer,))
 
     def _with_previous(self, op: Op) -> Op:
-        """Edges into the iteration before: a first prefetch reads what that iteration's flushes wrote and reuses its slots."""
+        """Edges into the iteration before: a first prefetch reads what that iteration's flushes wrote and reuses its
+        slots."""
         if op.kind is not OpKind.PREFETCH:
             return op
         users = [i for i in self.streamed if self.slot_of[i] == op.slot]

@@ -25,7 +25,8 @@ Handler = Callable[[Op], int]
 
 @dataclass(slots=True)
 class Completion:
-    """When and how an op is done. `issued` is set once the op has run (no stream) or is in its stream, `event` recorded."""
+    """When and how an op is done. `issued` is set once the op has run (no stream) or is in its stream, `event`
+    recorded."""
 
     op: Op
     issued: threading.Event = field(default_factory=threading.Event)

@@ -108,6 +108,7 @@ def ranks_on_this_node() -> int:
 
 
 def cpu_update_threads(cores: int, ranks: int, has_gpu: bool) -> int:
-    """Threads of one rank's CPU update: its share of the cores, one of them left to the thread that launches kernels."""
+    """Threads of one rank's CPU update: its share of the cores, one of them left to the thread that launches
+    kernels."""
     share = max(1, cores // ranks)
     return max(1, share - 1) if has_gpu else share

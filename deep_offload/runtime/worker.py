@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,8 @@ class StepInputs:
     """What one update needs besides state: set before `norm_ready`, read by the lanes after it.
 
     scalars: fp32 [num_classes, NUM_SCALARS] on the host, scalars_device: the same on the device. segments[i]: int64
-    [k, 3] rows (start, end, class) of subgroup i; segments_device[i]: what the device's kernel takes. grad_scale: the one
+    [k, 3] rows (start, end, class) of subgroup i; segments_device[i]: what the device's kernel takes. grad_scale:
+    the one
     multiplier of every gradient (loss scale, clipping, averaging). decoupled: AdamW, else Adam with L2.
     """
 
@@ -96,7 +97,8 @@ class SubgroupWorker:
         return GRAD in host and host[GRAD].dtype != self._buffers.grads[i].dtype
 
     def grad_flush(self, op: Op) -> int:
-        """Device gradient to the pinned host buffer; a 16-bit one is upcast on the device first when the wire is fp32."""
+        """Device gradient to the pinned host buffer; a 16-bit one is upcast on the device first when the wire is
+        fp32."""
         target, source = self._host[op.subgroup][GRAD], self._buffers.grads[op.subgroup]
         if self._upcasts(op.subgroup):
             assert self._upcast is not None
@@ -197,7 +199,7 @@ class SubgroupWorker:
         return [(staged, home[name]) for name, staged in self._staged(op).items()]
 
 
-def _device_update(device: torch.device):
+def _device_update(device: torch.device) -> Callable[..., None]:
     """The device's kernel: Triton on a GPU, the specification itself without one."""
     if device.type == "cuda":
         from deep_offload.kernels import gpu  # optional heavy import: triton

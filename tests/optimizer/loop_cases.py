@@ -23,7 +23,8 @@ LLAMA_LIKE = (
 )
 GPT_LIKE = "--num-layers 4 --hidden-size 48 --num-attention-heads 4"  # biases, LayerNorm, learned positions, tied
 COMMON = (
-    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 20 --lr 1e-3 "
+    "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 2 --train-iters 20 "
+    "--lr 1e-3 "
     "--min-lr 1e-4 --weight-decay 0.1 --adam-beta2 0.95 --mock-data --tokenizer-type NullTokenizer --vocab-size 500 "
     "--log-interval 1 --deterministic-mode --eval-interval 1000 --eval-iters 0 --clip-grad 0.5 --attention-dropout 0 "
     "--hidden-dropout 0 --overlap-grad-reduce --ddp-bucket-size 20000 --log-state-digest --interleaved-offload "

@@ -72,7 +72,8 @@ def test_every_setting_has_the_bits_of_the_resident_run(resident_runs, case):
     if not precision.startswith("--bf16"):
         split = "off"
     got = train(
-        f"{precision} {case['place']} --offload-resident-fraction {case['resident']} --offload-num-slots {case['slots']} "
+        f"{precision} {case['place']} --offload-resident-fraction {case['resident']} --offload-num-slots "
+        f"{case['slots']} "
         f"--offload-grad-wire {wire} --offload-subgroup-numel {case['subgroup']} --offload-split-master {split} "
         f"--global-batch-size {case['accumulation']} --offload-cpu-threads {case['threads']}",
         model=MODELS[case["model"]],
