@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron.training import checkpointing_load as load
@@ -23,6 +25,7 @@ from megatron.training.checkpointing_save import (
     save_checkpoint,
 )
 from megatron.training.checkpointing_schedule import restore_schedule
+from megatron.training.checkpointing_status import Outcome, cost_lines, disk_bytes_per_second, write_status
 from megatron.training.config import CheckpointConfig, DataConfig
 
 if TYPE_CHECKING:
@@ -37,23 +40,48 @@ class Checkpoints:
         self._config = config
         self._report_line = report
         self._last_saved: int | None = None
+        self._iteration = 0
         self.last_error: str | None = None
         """Why the last save failed; None if it did not."""
+
+    @property
+    def last_saved(self) -> int | None:
+        """Iteration of the last checkpoint that is complete, None before the first."""
+        return self._last_saved
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def after_step(self, trainer: Trainer, stop_reason: str | None) -> None:
         """Save if it is time, or if the run ends now because of `stop_reason`."""
         config, iteration = self._config, trainer.state.iteration
+        self._iteration = iteration
         if config.save is None or config.save_interval is None:
             return
         if iteration % config.save_interval == 0 or stop_reason is not None:
             self._save(trainer)
+        if stop_reason is not None:
+            self._end(trainer, "resumable", stop_reason)
 
     def finish(self, trainer: Trainer) -> None:
         """Save the end of a complete run and wait for what is still being written."""
-        if self._config.save is not None and trainer.state.iteration > 0:
-            self._save(trainer)
+        if self._config.save is not None:
+            if trainer.state.iteration > 0:
+                self._save(trainer)
+            self._end(trainer, "finished", "the last iteration is done")
+
+    def fail(self, error: BaseException) -> None:
+        """On a rank that fails: say so in SAVE/status. Not collective; raises nothing."""
+        if self._config.save is not None:
+            with contextlib.suppress(OSError):
+                lines = str(error).splitlines() or [""]
+                write_status(Path(self._config.save), "failed", f"{type(error).__name__}: {lines[0]}", self._iteration)
+
+    def _end(self, trainer: Trainer, outcome: Outcome, cause: str) -> None:
+        """Write SAVE/status. Raises RuntimeError if the run's last state could not be saved."""
+        if self.last_error is not None:
+            raise RuntimeError(f"the last checkpoint could not be saved: {self.last_error}")
+        if trainer.ranks.is_first and self._config.save is not None:
+            write_status(Path(self._config.save), outcome, cause, trainer.state.iteration)
 
     def _save(self, trainer: Trainer) -> None:
         config, iteration = self._config, trainer.state.iteration
@@ -107,6 +135,32 @@ class Checkpoints:
 
         Raises ValueError, one sentence, for a checkpoint that is damaged, dangerous or does not fit.
         """
+        self._restore(trainer)
+        if self._config.save is not None:
+            self._say_cost(trainer)
+
+    def _say_cost(self, trainer: Trainer) -> None:
+        """Print what saves will cost, and mark the run as running."""
+        params = trainer.optimizer.param_state
+        state_bytes = 0 if self._config.no_save_optim else 12
+        own = sum((r.end - r.start) * (state_bytes + params.params[r.number].element_size()) for r in params.ranges())
+        total = torch.tensor([own], dtype=torch.int64, device=trainer.device)
+        dist.all_reduce(total)
+        if not trainer.ranks.is_first:
+            return
+        root, num_bytes = Path(str(self._config.save)), int(total.item())
+        try:
+            speed = disk_bytes_per_second(root, num_bytes)
+            handles = trainer.config.lifecycle.exit_signal_handler
+            for line in cost_lines(root, num_bytes, speed, self._config.keep_last, handles):
+                self._report_line(line)
+            write_status(root, "running", "", trainer.state.iteration)
+        except OSError as error:
+            self._report_line(
+                f"WARNING: nothing can be written to --save {root} now ({error.strerror}): saves may fail"
+            )
+
+    def _restore(self, trainer: Trainer) -> None:
         config = self._config
         place, finetune = None, config.finetune
         if config.load is not None:

@@ -34,19 +34,21 @@ class StopWatch:
         self._config = config
         self._device = device
         self._started = time.monotonic()
-        self._signal_seen = False
-        self._previous: Any = None
+        self._signal_seen = 0
+        self._previous: dict[int, Any] = {}
         if config.exit_signal_handler:
-            self._previous = signal.signal(signal.Signals[config.exit_signal], self._on_signal)
+            # SIGUSR1 too: SLURM sends it ahead of a time limit (--signal=USR1@600).
+            for number in {signal.Signals[config.exit_signal], signal.SIGUSR1}:
+                self._previous[number] = signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal_seen = True
+        self._signal_seen = number
 
     def reason(self, iteration: int) -> str | None:
         """Return why the run should end after `iteration`, None to go on. Collective where ranks may disagree."""
         config = self._config
-        if config.exit_signal_handler and self._any_rank(self._signal_seen):
-            return f"{config.exit_signal} was received"
+        if config.exit_signal_handler and (number := self._any_rank(self._signal_seen)):
+            return f"{signal.Signals(number).name} was received"
         if config.exit_duration_in_mins is not None:
             minutes = (time.monotonic() - self._started) / 60.0
             if self._any_rank(minutes > config.exit_duration_in_mins):
@@ -56,14 +58,14 @@ class StopWatch:
         return None
 
     def close(self) -> None:
-        """Give the signal back to whoever had it."""
-        if self._config.exit_signal_handler:
-            signal.signal(signal.Signals[self._config.exit_signal], self._previous or signal.SIG_DFL)
+        """Give the signals back to whoever had them."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
-    def _any_rank(self, here: bool) -> bool:
+    def _any_rank(self, here: int) -> int:
         vote = torch.tensor([int(here)], device=self._device)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        return bool(vote.item())
+        return int(vote.item())
 
 
 class GarbageCollection:
