@@ -25,7 +25,7 @@ setup:
 	@$(PYTHON) tools/setup_venv.py --venv $(VENV) $(if $(WHEELS),--wheels $(WHEELS))
 
 demo: setup
-	$(RUN) examples/demo/run.py --output out/demo $(ARGS)
+	$(RUN) -m examples.demo.run --output out/demo $(ARGS)
 
 test: setup
 	$(RUN) -m pytest $(TESTS) $(ARGS)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from deep_offload.plan.draw import trace_to_json
@@ -9,6 +15,7 @@ from deep_offload.plan.ops import parse_op
 from deep_offload.plan.timeline import Span, Timeline
 from examples.demo.outcome import check_outcome, read_outcome, summary_lines
 
+ROOT = Path(__file__).resolve().parents[2]
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 GOOD_LOG = f"""
  validation loss at iteration 0 | lm loss value: 9.050000E+00 | lm loss PPL: 8.5E+03 |
@@ -75,3 +82,15 @@ def test_missing_trace_is_an_error(tmp_path):
     """Without a trace file there is one sentence that names the file."""
     with pytest.raises(ValueError, match="wrote no trace to .*none.json"):
         read_outcome(GOOD_LOG, tmp_path / "none.json")
+
+
+def test_make_starts_the_demo():
+    """The command of `make demo` imports from the repository alone, without an installed `examples`."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (module,) = re.findall(r"^demo: setup\n\t\$\(RUN\) -m ([\w.]+) ", makefile, re.MULTILINE)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-m", module, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "--iterations" in result.stdout
