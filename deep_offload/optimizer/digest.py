@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +28,30 @@ def digest_entry(name: str, kind: str, tensor: torch.Tensor) -> DigestEntry:
     data = tensor.detach().cpu().contiguous()
     raw = hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy())
     return DigestEntry(name, kind, str(data.dtype).removeprefix("torch."), tuple(data.shape), raw.hexdigest())
+
+
+class EntryHasher:
+    """Hashes tensors on a few threads (hashing releases the GIL) while the caller collects the next ones."""
+
+    MAX_THREADS = 8
+
+    def __init__(self) -> None:
+        self._threads = min(self.MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(self._threads)
+        self._running: deque[Future[DigestEntry]] = deque()
+        self._entries: list[DigestEntry] = []
+
+    def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
+        """Take a tensor that nobody changes any more; blocks while as many tensors wait as there are threads."""
+        if len(self._running) >= self._threads:
+            self._entries.append(self._running.popleft().result())
+        self._running.append(self._pool.submit(digest_entry, name, kind, tensor.detach().cpu()))
+
+    def finish(self) -> list[DigestEntry]:
+        """All entries so far; ends the threads."""
+        self._entries += [future.result() for future in self._running]
+        self._pool.shutdown()
+        return self._entries
 
 
 def combine(entries: Iterable[DigestEntry], step: int) -> str:

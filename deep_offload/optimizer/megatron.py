@@ -19,7 +19,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from deep_offload.kernels.scalars import AdamClass
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
 from deep_offload.optimizer.checkpoint_state import ParamState
-from deep_offload.optimizer.digest import DigestEntry, combine, digest_entry
+from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BackwardHooks, BufferMap, gradients_are_final_in_backward
@@ -351,7 +351,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         """What the digest is made of, from all ranks: every parameter's weights, master and moments, hashed."""
         self.synchronize()
         number_of = self._buffers.number_of()
-        entries: list[DigestEntry] = []
+        hasher = EntryHasher()
         state = [self._engine.read_state(i) for i in range(len(self._engine.layout.subgroups))]
         for named in named_params(self._chunks):
             if named.is_tied_copy:
@@ -360,8 +360,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             tensors = {"param": self._gather(number, None, state)}
             tensors.update({name: self._gather(number, name, state) for name in STATE_NAMES})
             for kind, local in tensors.items():
-                entries.append(digest_entry(named.name, kind, full_tensor(named, local, vocab_size)))
-        return sorted(set(_all_entries(entries)))
+                hasher.add(named.name, kind, full_tensor(named, local, vocab_size))
+        return sorted(set(_all_entries(hasher.finish())))
 
     def _gather(self, number: int, name: str | None, state: list[dict[str, torch.Tensor]]) -> torch.Tensor:
         """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its
