@@ -1,4 +1,6 @@
-"""`python -m deep_offload plan | calibrate | show-plan | explain`. Only `calibrate` imports torch.
+"""`python -m deep_offload plan | simulate | doctor | calibrate | show-plan | report | explain`.
+
+Only `doctor` and `calibrate` import torch, only `report` matplotlib.
 
 Exit code 0: done, and the planned run fits. 2: wrong arguments, it does not fit, or a launch script holds surprises.
 """
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from deep_offload import cli_plan
+from deep_offload import cli_plan, cli_simulate
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.gpt import NAMED_SHAPES
@@ -65,11 +67,44 @@ def _build_parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show-plan", help="the operations of one update, drawn as a simulation plays them")
     _add_show_flags(show)
     show.set_defaults(run=_show_plan, parser=show)
+    simulate_command = commands.add_parser("simulate", help="a run on paper, on machines that do not exist yet too")
+    _add_plan_flags(simulate_command)
+    cli_simulate.add_flags(simulate_command)
+    simulate_command.set_defaults(run=_simulate, parser=simulate_command)
+    doctor = commands.add_parser("doctor", help="what of this machine will cost speed, and what to do about it")
+    cli_simulate.add_doctor_flags(doctor)
+    doctor.set_defaults(run=_doctor, parser=doctor)
+    report = commands.add_parser("report", help="one HTML file about a run that wrote --offload-run-dir")
+    report.add_argument("run_dir", type=Path, help="the directory that the run wrote")
+    report.add_argument("--output", type=Path, help="the file to write; not given: RUN_DIR/report.html")
+    report.set_defaults(run=_report, parser=report)
     explain = commands.add_parser("explain", help="what becomes of each flag of a Megatron launch script")
     explain.add_argument("script", help="bash script, read and never run, or a YAML file with flags as keys")
     explain.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script would get as $1 and so on")
     explain.set_defaults(run=_explain, parser=explain)
     return parser
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    profile, note = planning_profile(arguments.profile)
+    print(note)
+    lines, fits = cli_simulate.answer(arguments, offload_config(arguments), profile)
+    print("\n".join(lines))
+    return 0 if fits else 2
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from deep_offload.doctor import main as doctor  # heavy: torch
+
+    return doctor(arguments)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from deep_offload.report import write_report  # heavy: matplotlib
+
+    path = write_report(arguments.run_dir, arguments.output or arguments.run_dir / "report.html")
+    print(f"report: {path}")
+    return 0
 
 
 def _explain(arguments: argparse.Namespace) -> int:

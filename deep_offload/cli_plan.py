@@ -131,7 +131,7 @@ def answer(request: Request) -> tuple[list[str], bool]:
     """Lines to print, and whether the run fits."""
     if request.largest:
         return _answer_largest(request)
-    run = _layout(request)
+    run = layout_of(request)
     if run is None:
         return ["does not fit on up to 1024 GPUs: use GPUs or hosts with more memory, or a smaller model"], False
     report = dry_run_report(run, request.config, request.profile)
@@ -147,7 +147,7 @@ def answer(request: Request) -> tuple[list[str], bool]:
     return lines + ["", "to train it:", command(run, request.config, request.profile)], True
 
 
-def _layout(request: Request) -> RunShape | None:
+def layout_of(request: Request) -> RunShape | None:
     """The run as asked, or cut so that it fits where the layout is ours to choose."""
     run, config, profile = request.run, request.config, request.profile
     if request.gpus is None:

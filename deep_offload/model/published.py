@@ -1,7 +1,7 @@
 """The published scheduler of the method as a plan, and rates fitted to its authors' runs. Standard library only.
 
-The authors' logs show what their scheduler does on machines we do not have. Written as a plan it plays on our simulator,
-so their numbers test it: rates come from three runs of one model, everything else is predicted (docs/simulator.md).
+The authors' logs show what their scheduler does on machines we do not have. As a plan it plays on our simulator, so
+their numbers test it: rates come from three runs of one model, everything else is predicted (docs/simulator.md).
 """
 
 from __future__ import annotations
