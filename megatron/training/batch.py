@@ -21,10 +21,12 @@ class BatchShape:
     end_of_document: int
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    is_packed: bool = False
+    """Whether samples bring their own positions, which begin at 0 with each document."""
 
     def is_needed(self, is_first_stage: bool, is_last_stage: bool) -> bool:
         """Whether a pipeline stage reads data at all: inner ones do for document masks alone."""
-        return is_first_stage or is_last_stage or self.reset_attention_mask
+        return is_first_stage or is_last_stage or self.reset_attention_mask or self.is_packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +48,30 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None, shape: BatchShape
 
     data: the loader's iterator on tensor-parallel rank 0, None on the others, which get its batch broadcast.
     """
-    packed = _take(data, device) if data is not None else None
+    packed = _take(data, device, shape.is_packed) if data is not None else None
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         if packed is None:
-            size = (3, shape.micro_batch_size, shape.seq_length)
+            size = (4 if shape.is_packed else 3, shape.micro_batch_size, shape.seq_length)
             packed = torch.empty(size, dtype=torch.int64, device=device)
         source = parallel_state.get_tensor_model_parallel_src_rank()
         dist.broadcast(packed, source, group=parallel_state.get_tensor_model_parallel_group())
     assert packed is not None, "tensor-parallel rank 0 of a stage that reads data has a loader"
-    tokens, labels, mask = packed.unbind(0)
-    position_ids, attention_mask = _positions(tokens, shape)
+    tokens, labels, mask, *own_positions = packed.unbind(0)
+    if own_positions:
+        position_ids = own_positions[0]
+        attention_mask = _document_mask((position_ids == 0).long().cumsum(dim=1))
+    else:
+        position_ids, attention_mask = _positions(tokens, shape)
     return Batch(tokens, labels, mask.float(), position_ids, attention_mask)
 
 
-def _take(data: Iterator[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
-    """Return tokens, labels and loss mask (0 or 1) of the next sample batch as one int64 [3, batch, seq]."""
+def _take(data: Iterator[dict[str, torch.Tensor]], device: torch.device, is_packed: bool) -> torch.Tensor:
+    """Return tokens, labels, loss mask (0 or 1) and, if packed, positions of the next batch: [3 or 4, batch, seq]."""
     sample = next(data, None)
     if sample is None:
         raise RuntimeError("the data ended before the run: it was started with other sizes than it goes on with")
-    parts = [sample["tokens"], sample["labels"], sample["loss_mask"]]
+    names = ("tokens", "labels", "loss_mask", "position_ids")
+    parts = [sample[name] for name in names[: 4 if is_packed else 3]]
     return torch.stack([part.to(device, non_blocking=True).long() for part in parts])
 
 
@@ -79,11 +86,16 @@ def _positions(tokens: torch.Tensor, shape: BatchShape) -> tuple[torch.Tensor, t
     document = ends.long().cumsum(dim=1) - ends.long()
     mask = None
     if shape.reset_attention_mask:
-        other = document[:, :, None] != document[:, None, :]
-        mask = (other | causal_mask(size, tokens.device)).unsqueeze(1)
+        mask = _document_mask(document)
     if shape.reset_position_ids:
         starts = torch.zeros_like(tokens, dtype=torch.bool)
         starts[:, 1:] = ends[:, :-1]
         first = torch.where(starts, positions, torch.zeros_like(positions)).cummax(dim=1).values
         positions = positions - first
     return positions, mask
+
+
+def _document_mask(document: torch.Tensor) -> torch.Tensor:
+    """Return bool [batch, 1, seq, seq], True hides: what comes later or has another number in document [batch, seq]."""
+    other = document[:, :, None] != document[:, None, :]
+    return (other | causal_mask(document.size(1), document.device)).unsqueeze(1)

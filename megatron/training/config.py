@@ -258,6 +258,7 @@ class TrainingConfig:
             padded = self.model.padded_vocab_size(rows, self.parallel.tensor_model_parallel_size)
         require(
             padded >= rows,
-            f"--padded-vocab-size {padded} is less than the tokenizer's {vocab_size} ids or --unpadded-vocab-size: raise it",
+            f"--padded-vocab-size {padded} is less than the tokenizer's {vocab_size} ids or --unpadded-vocab-size: "
+            "raise it",
         )
         return replace(self, data=replace(self.data, padded_vocab_size=padded))

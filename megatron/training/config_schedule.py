@@ -50,6 +50,9 @@ class DataConfig:
     mock_data: bool = False
     """Train on generated tokens."""
 
+    sft: bool = False
+    """The data paths are JSONL files of chats, put through the tokenizer's chat template; loss on the answers."""
+
     tokenizer_type: str | None = None
     """Kind of tokenizer. Not given: GPT2BPETokenizer when --vocab-file and --merge-file are."""
 
@@ -106,6 +109,10 @@ class DataConfig:
         require(
             not (self.mock_data and (self.data_path or self.train_data_path)),
             "--mock-data and a data path exclude each other: give only one of them",
+        )
+        require(
+            not (self.sft and (self.mock_data or self.data_args_path)),
+            "--sft reads chats from --data-path or --train-data-path: drop --mock-data and --data-args-path",
         )
         if self.split is not None:
             fill(self, "split", _normalized_split(self.split))

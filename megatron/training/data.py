@@ -19,6 +19,7 @@ from megatron.training.data_cache import cache_folders, remove_broken
 from megatron.training.data_check import NAMES, DataReport, Wanted, check_split, check_whole
 from megatron.training.datasets.blend import Blend, parse_data_path
 from megatron.training.samplers import SequentialBatches, ShuffledBatches
+from megatron.training.sft import build_chat_datasets, check_chats
 from megatron.training.tokenizer import Tokenizer, build_tokenizer
 
 SampleIterator = Iterator[dict[str, torch.Tensor]]
@@ -80,6 +81,8 @@ def check_data(config: TrainingConfig) -> DataSource:
     data, wanted, seq_length = config.data, num_samples_per_split(config), config.model.seq_length
     if data.mock_data:
         return DataSource(DataReport(wanted))
+    if data.sft:
+        return DataSource(DataReport(*check_chats(config, wanted)))
     if data.data_path or data.data_args_path:
         blend = parse_data_path(data.data_path or _read_words(data.data_args_path or ""))
         assert data.split is not None, "DataConfig fills the split beside --data-path"
@@ -118,6 +121,7 @@ class TrainingData:
             end_of_document=tokenizer.eod,
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
+            is_packed=config.data.sft,
         )
         self._config = config
         self._reads = [self.shape.is_needed(first, last) for first, last in stages]
@@ -175,6 +179,8 @@ def _build_datasets(
     config: TrainingConfig, source: DataSource, tokenizer: Tokenizer, is_source: bool
 ) -> list[torch.utils.data.Dataset | None]:
     data, sizes = config.data, list(source.num_samples)
+    if data.sft:
+        return build_chat_datasets(config, sizes if is_source else (0, 0, 0), tokenizer.eod)
     per_split = [_core_blend(blend) if size else None for blend, size in zip(source.per_split, sizes)]
     settings = GPTDatasetConfig(
         random_seed=config.lifecycle.seed,

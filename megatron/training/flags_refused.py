@@ -23,7 +23,6 @@ REFUSED: dict[str, str] = {
     ),
     "--optimizer-offload-auto-threshold": "memory is given by --offload-device-budget-gib: use that",
     "--use-legacy-models": "legacy models were removed from Megatron: drop it",
-    "--sft": "supervised fine-tuning on chats is not built here: prepare the tokens with tools/preprocess_data.py",
     # Removed from Megatron itself.
     "--checkpoint-activations": "it was replaced: use --recompute-granularity full --recompute-method uniform",
     "--batch-size": "it was replaced: use --micro-batch-size and --global-batch-size",
@@ -96,7 +95,7 @@ REFUSED_PREFIXES: dict[str, str] = {
     "--mscale": "this kind of rope scaling is not built here: use --use-rope-scaling",
     "--export-": "distillation and export are not built here: drop it",
     "--logits-": "distillation is not built here: drop it",
-    "--sft-": "supervised fine-tuning on chats is not built here: drop it",
+    "--sft-": "chats are written by the template of the tokenizer: drop it",
     "--cuda-graph": "CUDA graphs are not built here: drop it",
     "--enable-cuda-graph": "CUDA graphs are not built here: drop it",
     "--external-cuda-graph": "CUDA graphs are not built here: drop it",

@@ -233,7 +233,6 @@ TIER_3 = {
     "--optimizer-offload-policy auto": "placement is chosen by --offload-gpu-share and --offload-resident-fraction: "
     "use those",
     "--use-legacy-models": "legacy models were removed from Megatron: drop it",
-    "--sft": "supervised fine-tuning on chats is not built here: prepare the tokens with tools/preprocess_data.py",
     "--checkpoint-activations": "it was replaced: use --recompute-granularity full --recompute-method uniform",
     "--batch-size 4": "it was replaced: use --micro-batch-size and --global-batch-size",
     "--warmup 0.01": "it was replaced: use --lr-warmup-fraction",
