@@ -1,4 +1,4 @@
-"""A pairwise cover in two levels: trainings, each with several ways to place the state, which share one reference run."""
+"""A pairwise cover in two levels: trainings, and for each several placements, which share one reference run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def greedy_cover(rows: Sequence[Row]) -> list[Row]:
 
 
 def two_level_cover(outer: Sequence[Row], inner: Sequence[Row], each: int) -> list[tuple[Row, list[Row]]]:
-    """For each outer row at least `each` inner rows, so that every pair of values across and inside inner rows occurs."""
+    """For each outer row at least `each` inner rows; every pair of values across and inside inner rows occurs."""
     everything = set().union(*(pairs_of(o | i) for o in outer for i in inner))
     missing = everything - set().union(*(pairs_of(o) for o in outer))
     cases: list[tuple[Row, list[Row]]] = [(row, []) for row in outer]

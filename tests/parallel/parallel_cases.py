@@ -29,9 +29,9 @@ LLAMA = (
 """Tied embeddings unless --untie-embeddings-and-output-weights is added."""
 COMMON = (
     "--seq-length 16 --max-position-embeddings 16 --micro-batch-size 1 --train-iters 3 --lr 2e-3 --min-lr 1e-4 "
-    "--lr-warmup-iters 1 --weight-decay 0.1 --adam-beta2 0.95 --mock-data --tokenizer-type NullTokenizer --vocab-size 300 "
-    "--make-vocab-size-divisible-by 8 --log-interval 1 --deterministic-mode --eval-interval 1000 --eval-iters 0 "
-    "--clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --ddp-bucket-size 9000 --log-state-digest "
+    "--lr-warmup-iters 1 --weight-decay 0.1 --adam-beta2 0.95 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 300 --make-vocab-size-divisible-by 8 --log-interval 1 --deterministic-mode --eval-interval 1000 "
+    "--eval-iters 0 --clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --ddp-bucket-size 9000 --log-state-digest "
     "--interleaved-offload --offload-subgroup-numel 1500 --num-workers 0 --offload-cpu-threads 1"
 )
 LAYOUTS = {
@@ -53,8 +53,6 @@ LAYOUTS = {
 }
 """Name -> (ranks, flags)."""
 
-Hook = Callable[[DeepOffloadOptimizer], None]
-
 
 @dataclass
 class Outcome:
@@ -74,22 +72,35 @@ class Outcome:
     notes: list[Any] = field(default_factory=list)
 
 
-def free_port() -> int:
-    """A port on this host that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+Watch = Callable[[Outcome], contextlib.AbstractContextManager]
 
 
-def run_all(command_lines: Sequence[str], cache: str) -> list[Outcome]:
-    """In a rank of a pool: train each command line. cache: folder for the machine's measured rates."""
+def free_ports(count: int) -> list[int]:
+    """Ports on this host that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in listeners:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in listeners]
+
+
+def run_all(command_lines: Sequence[str], cache: str, watch: Watch | None = None) -> list[Outcome]:
+    """In a rank of a pool: train each command line. cache: folder for the machine's measured rates.
+
+    The pool's process group is left: each run makes its own. watch: a context around each run.
+    """
     os.environ["DEEP_OFFLOAD_CACHE"] = cache
-    return [train(line) for line in command_lines]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ports = free_ports(len(command_lines))
+    dist.broadcast_object_list(ports, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    places = [Ranks(rank, world, rank, world, "127.0.0.1", port, "torchrun") for port in ports]
+    return [train(line, place, watch) for line, place in zip(command_lines, places)]
 
 
-def train(command_line: str, watch: Callable[[Outcome], contextlib.AbstractContextManager] | None = None) -> Outcome:
-    """Train in this rank; the process group of the caller is replaced. watch: a context around the run."""
-    ranks = _ranks()
+def train(command_line: str, ranks: Ranks, watch: Watch | None = None) -> Outcome:
+    """Train in this rank as torchrun would start it."""
     outcome, out = Outcome(), io.StringIO()
     config = parse_args(command_line.split(), world_size=ranks.world_size)
     with contextlib.ExitStack() as stack:
@@ -106,24 +117,7 @@ def train(command_line: str, watch: Callable[[Outcome], contextlib.AbstractConte
     outcome.scales = re.findall(r"loss scale: (\S+)", text)
     outcome.skipped = re.findall(r"number of skipped iterations: +(\d+)", text)
     outcome.digest = "".join(re.findall(r"state digest: (\S+)", text))
-    _join_again(ranks)
     return outcome
-
-
-def _ranks() -> Ranks:
-    """This pool rank's place as torchrun would tell it, on a port that rank 0 found; leaves the process group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    port = [free_port()]
-    dist.broadcast_object_list(port, src=0)
-    dist.destroy_process_group()
-    return Ranks(rank, world, rank, world, "127.0.0.1", port[0], "torchrun")
-
-
-def _join_again(ranks: Ranks) -> None:
-    """A process group for the next run to agree on its port; on the same port, whose store is gone."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{ranks.master_port}", rank=ranks.rank, world_size=ranks.world_size
-    )
 
 
 @contextlib.contextmanager

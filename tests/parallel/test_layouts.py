@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.parallel.cover import greedy_cover, pairs_of, product_rows, two_level_cover
-from tests.parallel.parallel_cases import COMMON, LAYOUTS, LLAMA, Outcome, run_all
-from tests.rank_pool import RankPool
+from tests.parallel.parallel_cases import LAYOUTS, Outcome
 
 PRECISIONS = {
     "bf16": "--bf16",
@@ -46,23 +45,6 @@ PLACEMENTS = product_rows(
 )
 CASES = two_level_cover(TRAININGS, PLACEMENTS, each=2)
 RESIDENT = "--offload-resident-fraction 1"
-
-
-@pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """Run command lines in a layout on long-lived ranks: a list of outcomes by rank for each."""
-    pools: dict[int, RankPool] = {}
-    cache = str(tmp_path_factory.mktemp("cache"))
-
-    def run(layout: str, lines: list[str], function=run_all) -> list[list[Outcome]]:
-        ranks, flags = LAYOUTS[layout]
-        pool = pools.setdefault(ranks, RankPool(ranks, timeout_s=240))
-        by_rank = pool.run(function, [f"{LLAMA} {COMMON} {flags} {line}" for line in lines], cache)
-        return [list(outcomes) for outcomes in zip(*by_rank)]
-
-    yield run
-    for pool in pools.values():
-        pool.close()
 
 
 def training_flags(row: dict) -> str:

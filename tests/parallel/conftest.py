@@ -1,0 +1,40 @@
+"""Long-lived ranks for all tests here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.parallel_cases import COMMON, LAYOUTS, LLAMA, Outcome, run_all
+from tests.rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def pools():
+    """Ranks -> pool; a pool of 4 is not used for 2, whose idle ranks would cost nothing but memory."""
+    made: dict[int, RankPool] = {}
+
+    def get(ranks: int) -> RankPool:
+        return made.setdefault(ranks, RankPool(ranks, timeout_s=240))
+
+    yield get
+    for pool in made.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """Folder of the machine's measured rates, so that they are measured once."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def train(pools, cache):
+    """Run command lines in a layout on long-lived ranks: a list of outcomes by rank for each."""
+
+    def run(layout: str, lines: list[str], function=run_all, *arguments, model: str = LLAMA) -> list[list[Outcome]]:
+        ranks, flags = LAYOUTS[layout]
+        commands = [f"{model} {COMMON} {flags} {line}" for line in lines]
+        by_rank = pools(ranks).run(function, commands, cache, *arguments)
+        return [list(outcomes) for outcomes in zip(*by_rank)]
+
+    return run
