@@ -13,6 +13,7 @@ import pytest
 from deep_offload.plan.draw import trace_to_json
 from deep_offload.plan.ops import parse_op
 from deep_offload.plan.timeline import Span, Timeline
+from examples.demo import run
 from examples.demo.outcome import check_outcome, read_outcome, summary_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +83,23 @@ def test_missing_trace_is_an_error(tmp_path):
     """Without a trace file there is one sentence that names the file."""
     with pytest.raises(ValueError, match="wrote no trace to .*none.json"):
         read_outcome(GOOD_LOG, tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "code, sentence",
+    [("raise SystemExit(3)", "ended with code 3"), ("print('nothing')", "wrote no trace to .*timeline.json")],
+)
+def test_demo_that_shows_nothing_fails(tmp_path, monkeypatch, capsys, code, sentence):
+    """A training that fails or leaves no trace ends the demo with code 1 and one sentence."""
+    monkeypatch.setattr(run, "NEEDED", ())
+    monkeypatch.setattr(run, "prepare_data", lambda output: None)
+    monkeypatch.setattr(run, "training_command", lambda *a: [sys.executable, "-c", code])
+    monkeypatch.setattr(sys, "argv", ["run.py", "--output", str(tmp_path)])
+    monkeypatch.chdir(ROOT)
+    assert run.main() == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("demo: ")
+    assert re.search(sentence, line)
 
 
 def test_make_starts_the_demo():
