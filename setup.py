@@ -20,6 +20,7 @@ setup(
     packages=find_namespace_packages(
         include=["megatron.training", "megatron.training.*", "deep_offload", "deep_offload.*"]
     ),
+    package_data={"deep_offload": ["py.typed", "*.pyi"]},
     ext_modules=[
         Pybind11Extension(
             "deep_offload._C",
