@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.training import checkpointing_load as load
+from megatron.training.checkpointing_async import AsyncSave, Retention, has_room_for_copy
 from megatron.training.checkpointing_format import CheckpointReader
 from megatron.training.checkpointing_rng import rng_entry, rng_key, set_rng
 from megatron.training.checkpointing_save import (
@@ -35,12 +37,14 @@ if TYPE_CHECKING:
 class Checkpoints:
     """Saves and restores a trainer as the settings say. All calls are collective over all ranks."""
 
-    def __init__(self, config: CheckpointConfig, report: Callable[[str], None]) -> None:
-        """report: prints a line; called on the first rank only."""
+    def __init__(self, config: CheckpointConfig, report: Callable[[str], None], vocab_size: int | None = None) -> None:
+        """report: prints a line; called on the first rank only. vocab_size: the tokenizer's, saved for digests."""
         self._config = config
+        self._vocab_size = vocab_size
         self._report_line = report
         self._last_saved: int | None = None
         self._iteration = 0
+        self._pending: AsyncSave | None = None
         self.last_error: str | None = None
         """Why the last save failed; None if it did not."""
 
@@ -57,9 +61,11 @@ class Checkpoints:
         self._iteration = iteration
         if config.save is None or config.save_interval is None:
             return
+        self._poll(trainer, block=False)
         if iteration % config.save_interval == 0 or stop_reason is not None:
             self._save(trainer)
         if stop_reason is not None:
+            self._poll(trainer, block=True)
             self._end(trainer, "resumable", stop_reason)
 
     def finish(self, trainer: Trainer) -> None:
@@ -67,6 +73,7 @@ class Checkpoints:
         if self._config.save is not None:
             if trainer.state.iteration > 0:
                 self._save(trainer)
+            self._poll(trainer, block=True)
             self._end(trainer, "finished", "the last iteration is done")
 
     def fail(self, error: BaseException) -> None:
@@ -85,9 +92,13 @@ class Checkpoints:
 
     def _save(self, trainer: Trainer) -> None:
         config, iteration = self._config, trainer.state.iteration
-        if self._last_saved == iteration or config.save is None:
+        if config.save is None or iteration in (self._last_saved, self._pending and self._pending.iteration):
             return
+        self._poll(trainer, block=True)  # one save at a time
         trainer.optimizer.synchronize()
+        if config.async_save:
+            self._start_async(trainer)
+            return
         result = save_checkpoint(
             Path(config.save),
             iteration,
@@ -97,6 +108,38 @@ class Checkpoints:
             retain_interval=config.save_retain_interval,
         )
         self._report_save(result)
+
+    def _start_async(self, trainer: Trainer) -> None:
+        config = self._config
+        started = time.monotonic()
+        items, params = list(self._items(trainer)), trainer.optimizer.param_state
+        copy = has_room_for_copy(16 * sum(r.end - r.start for r in params.ranges()), trainer.ranks.local_world_size)
+        retention = Retention(config.keep_last, config.save_retain_interval)
+        self._pending = AsyncSave(
+            Path(str(config.save)),
+            trainer.state.iteration,
+            items,
+            self._common(trainer),
+            retention,
+            trainer.device,
+            copy,
+        )
+        trainer.optimizer.before_update = self._pending.wait_for_reader
+        how = "from a copy" if copy else "from the state itself, the next update waits for it (no room for a copy)"
+        self._report(
+            f"saving checkpoint of iteration {trainer.state.iteration} beside training, {how}: training stood still "
+            f"for {time.monotonic() - started:.2f} s"
+        )
+
+    def _poll(self, trainer: Trainer, block: bool) -> None:
+        """Finish the save that is under way, if it is done or `block` says to wait."""
+        if self._pending is None:
+            return
+        result = self._pending.poll(block)
+        if result is not None:
+            self._pending = None
+            trainer.optimizer.before_update = None
+            self._report_save(result)
 
     def _items(self, trainer: Trainer) -> Iterator[SaveItem]:
         objects = [] if self._config.no_save_rng else [rng_entry()]
@@ -110,9 +153,9 @@ class Checkpoints:
             "consumed_train_samples": state.consumed_train_samples,
             "consumed_valid_samples": state.consumed_valid_samples,
         }
-        data = describe_data(trainer.config.data)
+        ours = {"data": describe_data(trainer.config.data), "vocab_size": self._vocab_size}
         with_optimizer = not self._config.no_save_optim
-        return common_state(trainer.config, trainer.optimizer, trainer.scheduler, progress, data, with_optimizer)
+        return common_state(trainer.config, trainer.optimizer, trainer.scheduler, progress, ours, with_optimizer)
 
     def _report_save(self, result: SaveResult) -> None:
         self.last_error = result.error

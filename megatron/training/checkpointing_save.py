@@ -137,7 +137,7 @@ def common_state(
     optimizer: DeepOffloadOptimizer,
     scheduler: Any,
     progress: dict[str, int],
-    data: dict[str, Any],
+    ours: dict[str, Any],
     with_optimizer: bool,
 ) -> dict[str, Any]:
     """Return what all ranks share, in Megatron's places: arguments, schedule, groups, loss scale, progress.
@@ -150,7 +150,7 @@ def common_state(
         "iteration": progress["iteration"],
         "content_metadata": dict(MODEL_METADATA),
         "opt_param_scheduler": scheduler.state_dict(),
-        OUR_KEY: {"format": OUR_FORMAT, "data": data, **progress},
+        OUR_KEY: {"format": OUR_FORMAT, **ours, **progress},
     }
     if with_optimizer:
         optim = config.optim

@@ -63,7 +63,7 @@ class Run:
         scheduler = build_scheduler(config, self.optimizer)
         rank = dist.get_rank()
         ranks = Ranks(rank, dist.get_world_size(), rank, dist.get_world_size(), "127.0.0.1", 0, "torchrun")
-        self.checkpoints = Checkpoints(config.checkpoint, self.lines.append)
+        self.checkpoints = Checkpoints(config.checkpoint, self.lines.append, VOCAB)
         source = check_data(config)
         self.trainer = Trainer(
             config, ranks, device, chunks, self.optimizer, scheduler, self.checkpoints, self.lines.append
