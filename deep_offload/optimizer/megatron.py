@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._engine = engine
         self._lines = tuple(lines)
         self._step = 0
+        self.before_update: Callable[[], None] | None = None
+        """Called before state and parameters change: a checkpoint's writer may still be reading them."""
         self._is_settled = True
         self._device = torch.device(buffers.shards[0].shard.grad.device if buffers.shards else "cpu")
         number_of = buffers.number_of()
@@ -104,6 +106,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         coefficient = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self._step += 1
         self._is_settled = False
+        if self.before_update is not None:
+            self.before_update()
         self._engine.update([self._adam_class(g) for g in self.param_groups], self._group_of, coefficient / scale)
         return True, norm, num_zeros
 
