@@ -40,8 +40,8 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     settings and data that cannot work, before anything large is allocated, and RuntimeError for faults of the run.
     """
     report_first = _report if ranks.is_first else _ignore
-    checkpointing = checkpointing or Checkpoints(config.checkpoint, _report, tokenizer.vocab_size)
     tokenizer = tokenizer_of(config.data)
+    checkpointing = checkpointing or Checkpoints(config.checkpoint, _report, tokenizer.vocab_size)
     config = config.with_vocab(tokenizer.vocab_size)
     source = check_data(config)
     _print_arguments(config, report_first)
