@@ -186,7 +186,17 @@ def test_settings_that_cannot_work(converted, file, tmp_path):
         check_chats(null, (1, 0, 0))
     with pytest.raises(ValueError, match="drop --mock-data"):
         build_config(
-            [*read_flags_script(ours), "--sft", "--mock-data", "--micro-batch-size", "1", "--train-iters", "1"]
+            [
+                *read_flags_script(ours),
+                "--sft",
+                "--mock-data",
+                "--micro-batch-size",
+                "1",
+                "--train-iters",
+                "1",
+                "--lr",
+                "1",
+            ]
         )
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+# In place of this folder, whose inspect.py would hide the standard library's.
+sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from megatron.training.conversion.cli import main  # noqa: E402 - the path must be set first
 
