@@ -53,7 +53,10 @@ class OffloadConfig:
     """GiB of host memory that this rank may pin for optimizer state."""
 
     offload_trace: str | None = None
-    """File for the last step's lanes as a Chrome trace (JSON, opens in Perfetto)."""
+    """File for the last steps' lanes as a Chrome trace (JSON, opens in Perfetto), predicted lanes beside measured."""
+
+    offload_trace_steps: int = 1
+    """Steps of --offload-trace and of the trace in --run-dir."""
 
     log_state_digest: bool = False
     """Print the sha256 of parameters and optimizer state at the end of training."""
@@ -78,6 +81,7 @@ class OffloadConfig:
         if self.offload_subgroup_numel != "auto":
             _check_positive_int("--offload-subgroup-numel", self.offload_subgroup_numel, "auto")
         _check_positive_int("--offload-num-slots", self.offload_num_slots, None)
+        _check_positive_int("--offload-trace-steps", self.offload_trace_steps, None)
         if self.offload_cpu_threads != "auto":
             _check_positive_int("--offload-cpu-threads", self.offload_cpu_threads, "auto")
         if self.offload_grad_wire not in GRAD_WIRES:

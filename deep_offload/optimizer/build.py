@@ -13,6 +13,7 @@ from deep_offload.model.choose import Choice, choose_placement
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
+from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
 from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
 from deep_offload.plan.ops import Place
@@ -63,6 +64,16 @@ def build_engine(
     )
     seconds = op_seconds(layout, choice.state, profile)
     engine = OffloadEngine(shards, layout, settings, warn=warn, seconds=seconds, device=device)
+    if config.interleaved_offload:
+        engine.expected = Expectation(
+            engine.plan,
+            layout,
+            choice.state,
+            profile,
+            ranks,
+            choice.predicted_update_seconds,
+            choice.binding_lane,
+        )
     return engine, _describe(engine, layout, choice, profile, config, limits)
 
 

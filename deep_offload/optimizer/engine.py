@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
+from deep_offload.model.trace import Expectation
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.execute import PlanRun
 from deep_offload.plan.layout import MasterStorage, ShardLayout, ShardSpec, Subgroup
@@ -99,6 +101,9 @@ class OffloadEngine:
         self._run: PlanRun | None = None
         self._closing: PlanRun | None = None
         self._finished: PlanRun | None = None
+        self._kept: deque[PlanRun] = deque(maxlen=1)
+        self.expected: Expectation | None = None
+        """What the placement was chosen by, where a profile of this machine was at hand."""
         self._ready: set[int] = set()
         self._segments = _SegmentTables(self._shards, layout, self._device)
         self.wait_seconds = 0.0
@@ -150,6 +155,7 @@ class OffloadEngine:
             self._closing.fire(OpKind.PARAMS_NEEDED, i)
         self.wait_seconds = time.perf_counter() - start
         self._finished, self._closing = self._closing, None
+        self._kept.append(self._finished)
 
     def synchronize(self) -> None:
         """Wait for all lanes: state and parameters are final afterwards. Raises what a lane raised."""
@@ -160,6 +166,24 @@ class OffloadEngine:
         """Measured times of the last complete iteration; synchronizes."""
         self.synchronize()
         return None if self._finished is None else self._backend.timeline(self._finished.completions)
+
+    def keep_timelines(self, num_steps: int) -> None:
+        """Keep the times of the last `num_steps` iterations instead of one."""
+        self._kept = deque(self._kept, maxlen=num_steps)
+
+    def timelines(self) -> list[Timeline]:
+        """Measured times of the iterations that were kept, on one clock; synchronizes."""
+        self.synchronize()
+        joined = self._backend.timeline([done for run in self._kept for done in run.completions])
+        size = len(self.plan.ops)
+        return [Timeline(joined.spans[i : i + size]) for i in range(0, len(joined.spans), size)]
+
+    def finished_timeline(self) -> Timeline | None:
+        """Measured times of the last iteration that ended; None before the first, or while its flushes still run."""
+        run = self._finished
+        if run is None or not self._backend.is_done(run.completions):
+            return None
+        return self._backend.timeline(run.completions)
 
     def close(self) -> None:
         """Finish all work, end the threads, release host memory. The engine cannot be used afterwards."""
@@ -262,6 +286,7 @@ class OffloadEngine:
             return
         self.synchronize()
         self._run = self._finished = None
+        self._kept.clear()
         self._ready.clear()
 
     def _home(self, i: int) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 from deep_offload.kernels.scalars import AdamClass
+from deep_offload.model.trace import Expectation, UpdateFacts
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
 from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
@@ -332,7 +333,34 @@ class DeepOffloadOptimizer(MegatronOptimizer):
 
     def last_step_fields(self) -> list[tuple[str, str]]:
         """Fields for the end of the log line."""
-        return [("offload wait (ms)", f"{self._engine.wait_seconds * 1e3:.1f}")]
+        fields = [("offload wait (ms)", f"{self._engine.wait_seconds * 1e3:.1f}")]
+        update = self.last_update()
+        if update is not None:
+            fields.append(("offload update", str(update)))
+        return fields
+
+    def last_update(self) -> UpdateFacts | None:
+        """How the last complete update did; None where nothing is offloaded, or before one is complete."""
+        timeline, expected = self._engine.finished_timeline(), self._engine.expected
+        return None if timeline is None or expected is None else expected.judge(timeline)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the training loop waited for the last update."""
+        return self._engine.wait_seconds
+
+    @property
+    def expected(self) -> Expectation | None:
+        """What the placement was chosen by; None where nothing is offloaded."""
+        return self._engine.expected
+
+    def keep_timelines(self, num_steps: int) -> None:
+        """Keep the lanes of the last `num_steps` steps for `timelines`."""
+        self._engine.keep_timelines(num_steps)
+
+    def timelines(self) -> list[Timeline]:
+        """Measured lanes of the steps that were kept, on one clock; synchronizes."""
+        return self._engine.timelines()
 
     def traffic(self) -> dict[str, int]:
         """Bytes and parameters by lane since the start."""

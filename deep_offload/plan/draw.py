@@ -79,6 +79,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
             events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.value}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
         events += [_event(span, pid) for span in timeline.spans]
+        events += [_wait(span, pid) for span in timeline.spans if span.waited > 0]
         for lane in (Lane.H2D, Lane.D2H):
             events += _link_counter(timeline, lane, pid)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -91,6 +92,8 @@ def _event(span: Span, pid: int) -> dict[str, Any]:
         args["subgroup"] = op.subgroup
     if op.slot is not None:
         args["slot"] = op.slot
+    if span.waited > 0:
+        args["waited"] = span.waited
     return {
         "ph": "X",
         "name": op.label,
@@ -100,6 +103,20 @@ def _event(span: Span, pid: int) -> dict[str, Any]:
         "ts": span.start * 1e6,
         "dur": span.seconds * 1e6,
         "args": args,
+    }
+
+
+def _wait(span: Span, pid: int) -> dict[str, Any]:
+    """What the training loop stood still for, as a slice before the operation."""
+    return {
+        "ph": "X",
+        "name": f"wait for {span.op.label}",
+        "cat": "wait",
+        "pid": pid,
+        "tid": list(Lane).index(span.op.lane),
+        "ts": (span.start - span.waited) * 1e6,
+        "dur": span.waited * 1e6,
+        "args": {},
     }
 
 
@@ -121,9 +138,12 @@ def read_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
         names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
         spans: dict[int, list[Span]] = {pid: [] for pid in names}
         for event in events:
-            if event["ph"] == "X":
+            if event["ph"] == "X" and event["cat"] != "wait":
                 start, end = event["args"]["seconds"]
-                spans[event["pid"]].append(Span(parse_op(event["args"]["op"]), start, end, event["args"]["bytes"]))
+                found = Span(
+                    parse_op(event["args"]["op"]), start, end, event["args"]["bytes"], event["args"].get("waited", 0.0)
+                )
+                spans[event["pid"]].append(found)
     except (KeyError, TypeError) as error:
         raise ValueError(f"this trace was not written by deep_offload ({error!r} is missing or wrong)") from error
     return {names[pid]: Timeline(tuple(found)) for pid, found in spans.items()}

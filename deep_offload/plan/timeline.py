@@ -9,12 +9,16 @@ from deep_offload.plan.ops import Lane, Op, OpKind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op from `start` to `end`, seconds since the timeline's origin; `num_bytes` moved over the link or 0."""
+    """One op from `start` to `end`, seconds since the timeline's origin; `num_bytes` moved over the link or 0.
+
+    waited: seconds before `start` that the training loop stood still for it (external ops only).
+    """
 
     op: Op
     start: float
     end: float
     num_bytes: int = 0
+    waited: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -35,6 +35,8 @@ class Completion:
     start: float = 0.0
     end: float = 0.0
     num_bytes: int = 0
+    waited_from: float | None = None
+    wait_event: torch.cuda.Event | None = None
 
 
 class Device(Protocol):
@@ -46,8 +48,14 @@ class Device(Protocol):
     def run(self, lane: Lane, completion: Completion, handler: Handler) -> None:
         """Run the handler on the lane and fill the completion."""
 
+    def mark_wait(self, completion: Completion) -> None:
+        """Record that the training loop begins to wait for what the completion needs."""
+
     def mark_main(self, completion: Completion) -> None:
         """Record that the training loop's own work so far is what the completion stands for."""
+
+    def is_done(self, completion: Completion) -> bool:
+        """Whether an op is complete, without waiting for it."""
 
     def synchronize(self) -> None:
         """Wait for all streams of the lanes."""
@@ -67,14 +75,21 @@ class HostDevice:
         completion.num_bytes = handler(completion.op)
         completion.end = time.perf_counter()
 
+    def mark_wait(self, completion: Completion) -> None:
+        completion.waited_from = time.perf_counter()
+
     def mark_main(self, completion: Completion) -> None:
         completion.start = completion.end = time.perf_counter()
+
+    def is_done(self, completion: Completion) -> bool:
+        return completion.issued.is_set()
 
     def synchronize(self) -> None:
         pass  # a lane is idle once its queue is
 
     def span(self, completion: Completion) -> Span:
-        return Span(completion.op, completion.start, completion.end, completion.num_bytes)
+        waited = 0.0 if completion.waited_from is None else completion.start - completion.waited_from
+        return Span(completion.op, completion.start, completion.end, completion.num_bytes, waited)
 
 
 class CudaDevice:
@@ -113,6 +128,13 @@ class CudaDevice:
             completion.event = torch.cuda.Event(enable_timing=True, blocking=True)
             completion.event.record(stream)
 
+    def mark_wait(self, completion: Completion) -> None:
+        completion.wait_event = torch.cuda.Event(enable_timing=True)
+        completion.wait_event.record(torch.cuda.current_stream(self.device))
+
+    def is_done(self, completion: Completion) -> bool:
+        return completion.issued.is_set() and (completion.event is None or completion.event.query())
+
     def mark_main(self, completion: Completion) -> None:
         completion.event = torch.cuda.Event(enable_timing=True, blocking=True)
         completion.event.record(torch.cuda.current_stream(self.device))
@@ -126,7 +148,8 @@ class CudaDevice:
         if completion.event is not None:
             end = self._host_time(completion.event)
             start = end if completion.begin_event is None else self._host_time(completion.begin_event)
-        return Span(completion.op, start, end, completion.num_bytes)
+        waited = 0.0 if completion.wait_event is None else start - self._host_time(completion.wait_event)
+        return Span(completion.op, start, end, completion.num_bytes, waited)
 
     def _host_time(self, event: torch.cuda.Event) -> float:
         return self._origin + self._origin_event.elapsed_time(event) * 1e-3
@@ -154,6 +177,8 @@ class LaneBackend:
     def submit(self, op: Op, after: Sequence[Completion]) -> Completion:
         completion = Completion(op)
         if op.lane is Lane.MAIN:
+            if after:
+                self._device.mark_wait(completion)
             for done in after:
                 self._device.wait(Lane.MAIN, done)
             self._device.mark_main(completion)
@@ -182,7 +207,11 @@ class LaneBackend:
         """Measured times of complete ops, from the first start."""
         spans = [self._device.span(c) for c in completions]
         origin = min((s.start for s in spans), default=0.0)
-        return Timeline(tuple(Span(s.op, s.start - origin, s.end - origin, s.num_bytes) for s in spans))
+        return Timeline(tuple(Span(s.op, s.start - origin, s.end - origin, s.num_bytes, s.waited) for s in spans))
+
+    def is_done(self, completions: Sequence[Completion]) -> bool:
+        """Whether ops are complete, without waiting for them."""
+        return all(self._device.is_done(completion) for completion in completions)
 
     def close(self) -> None:
         """End the lane threads; ops still queued are finished first."""

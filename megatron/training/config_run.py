@@ -143,6 +143,9 @@ class LoggingConfig:
     timing_log_option: Literal["max", "minmax", "all"] = "minmax"
     """How timers of all ranks are shown."""
 
+    run_dir: str | None = None
+    """Directory for run.jsonl and a trace, of which `python -m deep_offload report` makes a page."""
+
     tensorboard_dir: str | None = None
     """Directory of TensorBoard files."""
 

@@ -24,6 +24,7 @@ from megatron.training.lifecycle import GarbageCollection, Profiling, StopWatch
 from megatron.training.metrics import Interval, LogValues, datetime_line, log_line
 from megatron.training.model import parameters_norm
 from megatron.training.progress import ProgressLine, progress_file
+from megatron.training.run_record import RunRecord
 from megatron.training.schedule import learning_rates
 from megatron.training.tensorboard import ScalarWriter
 from megatron.training.timers import StepTimers, timer_lines
@@ -101,6 +102,9 @@ class Trainer:
         self._print = report
         self._valid: list[Any] | None = None
         self._writer = ScalarWriter(config, ranks.is_last)
+        self._record = RunRecord(config, ranks.is_last)
+        if config.logging.run_dir or config.offload.offload_trace:
+            optimizer.keep_timelines(config.offload.offload_trace_steps)
         self._stop_watch = StopWatch(config.lifecycle, device)
         self._timers = StepTimers(config.logging.timing_log_level, chunks, device)
         self._garbage = GarbageCollection(config.lifecycle)
@@ -123,6 +127,7 @@ class Trainer:
     def train(self) -> None:
         """Run until the last iteration or until something asks to stop (see `stop_reason`)."""
         state, total = self.state, self.config.num_iterations
+        self._record.start(self.config, self.optimizer, [*self.config.notes])
         iterators = self.data.train_iterators(state.consumed_train_samples)
         interval = Interval()
         if self._progress is not None:
@@ -149,6 +154,7 @@ class Trainer:
                 self._checkpointing.after_step(self, self.stop_reason)
                 self._note_checkpoint()
                 interval.leave_out(time.monotonic() - started)
+                self._record.checkpoint(self._checkpointing.last_saved, time.monotonic() - started)
         self._bottom.erase()
 
     def _step(self, iterators: list[Any], batch_size: int) -> StepResult | None:
@@ -212,6 +218,7 @@ class Trainer:
             self._report(log_line(values, interval, datetime.now()))
             for line in timer_lines(times, logging.timing_log_option):
                 self._report(line)
+            self._record.step(values, interval, times, self.optimizer)
             self._writer.timing(iteration, self.state.consumed_train_samples, seconds, tflops)
             self._writer.timers(iteration, times)
         if iteration == 1:
@@ -300,6 +307,7 @@ class Trainer:
         if self.ranks.is_last:
             for line in evaluation_lines(prefix, losses):
                 self._report(line)
+            self._record.evaluation(self.state.iteration, split, losses)
             self._writer.validation(self.state.iteration, self.state.consumed_train_samples, losses, split)
         return time.monotonic() - started
 
@@ -317,8 +325,13 @@ class Trainer:
         if self._checkpointing is not None:
             self._checkpointing.finish(self)
             self._note_checkpoint()
+            self._record.checkpoint(self._checkpointing.last_saved, 0.0)
         if self._tests:
             self._evaluate(self.data.test_iterators(), f"iteration {iteration} on test set", "test")
+
+    def end_record(self) -> None:
+        """Write the last line and the trace of --run-dir; synchronizes where there is one."""
+        self._record.end(self.optimizer, self.stop_reason)
 
     def close(self) -> None:
         """Release what is not the optimizer's: writers, signal watch, loaders."""
@@ -326,6 +339,7 @@ class Trainer:
         self._stop_watch.close()
         self._garbage.close()
         self._writer.close()
+        self._record.close()
         self._valid = None
 
     def _say_first(self, line: str) -> None:

@@ -15,7 +15,6 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from deep_offload.optimizer.factory import build_optimizer
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
-from deep_offload.plan.draw import trace_to_json
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
@@ -25,6 +24,7 @@ from megatron.training.launch import Ranks
 from megatron.training.lifecycle import end_process_after
 from megatron.training.metrics import datetime_line, flat_settings, gibibytes
 from megatron.training.model import TORCH_DTYPES, build_model
+from megatron.training.run_record import write_trace
 from megatron.training.schedule import build_scheduler
 from megatron.training.tokenizer import Tokenizer
 from megatron.training.train_step import connect
@@ -79,6 +79,7 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, report_first: Callable[[str], N
     trainer.optimizer.synchronize()
     _print_traffic(trainer.optimizer.traffic(), report_first)
     _print_memory(trainer.optimizer, trainer.device, report_first)
+    trainer.end_record()
     _write_trace(trainer.optimizer, trainer.config.offload.offload_trace, report_first)
     if trainer.config.offload.log_state_digest:
         digest = trainer.optimizer.state_digest(vocab_size=tokenizer.vocab_size)
@@ -206,12 +207,12 @@ def _print_memory(optimizer: DeepOffloadOptimizer, device: torch.device, report:
 
 
 def _write_trace(optimizer: DeepOffloadOptimizer, path: str | None, report: Callable[[str], None]) -> None:
-    """Write the last step's lanes where --offload-trace says; a collective-free copy of rank 0's."""
-    timeline = optimizer.timeline() if path is not None else None
-    if path is None or timeline is None or dist.get_rank() != 0:
+    """Write the last steps' lanes where --offload-trace says; a collective-free copy of rank 0's."""
+    if path is None or dist.get_rank() != 0:
         return
-    Path(path).write_text(trace_to_json({"measured": timeline}))
-    report(f"> wrote the last step's lanes to {path}: update {timeline.update_seconds * 1e3:.1f} ms")
+    seconds = write_trace(optimizer, Path(path))
+    if seconds is not None:
+        report(f"> wrote the last step's lanes to {path}: update {seconds * 1e3:.1f} ms")
 
 
 def _print_traffic(here: dict[str, int], report: Callable[[str], None]) -> None:
