@@ -65,6 +65,8 @@ class _Walk:
 
     def _read(self, path: str) -> str | None:
         """Return the text of a file that the script reads in, if it can be found."""
+        if has_unknown(path):  # mostly a folder such as $(dirname "$0"): the file may lie beside the script
+            path = path.rsplit("/", 1)[-1]
         if self._folder is None or has_unknown(path):
             return None
         try:
