@@ -26,6 +26,7 @@ STATE_FILE = "deep_offload_setup.json"
 PARENT_PTH = "deep_offload_parent.pth"
 
 PROBE_TORCH = "import torch; print(torch.__version__)"
+PROBE_TORCH_METADATA = "from importlib.metadata import version; print(version('torch'))"
 PROBE_SITE = (
     "import json, sys; print(json.dumps([p for p in sys.path if p.endswith(('site-packages', 'dist-packages'))]))"
 )
@@ -191,7 +192,8 @@ def install_dependencies(python: Path, pip: list[str], wheels: Path | None) -> N
         raise SetupError("torch was installed but does not import: run `.venv/bin/python -c 'import torch'` to see why")
     # From here on nothing may replace the torch that is there: pip gets its exact version as a constraint.
     constraints = python.parent.parent / "deep_offload_constraints.txt"
-    constraints.write_text(f"torch=={torch_version}\n")
+    # pip compares what the package's metadata says, which may lack the "+cu130" of torch.__version__.
+    constraints.write_text(f"torch=={probe(str(python), PROBE_TORCH_METADATA) or torch_version}\n")
     pip = [*pip, "--constraint", str(constraints)]
     say("installing the build tools, the dependencies and this project (the extension is compiled now)")
     run([*pip, "-r", str(ROOT / "requirements" / "build.txt")])

@@ -130,3 +130,14 @@ def test_optional_packages_are_listed_once():
     """The probe for missing optional packages runs and names each package once."""
     found = (setup_venv.probe(sys.executable, setup_venv.PROBE_MISSING) or "").split()
     assert len(found) == len(set(found))
+
+
+def test_kept_torch_is_pinned_as_its_metadata_says(tmp_path, monkeypatch):
+    """A build whose __version__ has a local part that its metadata lacks is still the one that is kept."""
+    answers = {setup_venv.PROBE_TORCH: "2.11.0+cu130", setup_venv.PROBE_TORCH_METADATA: "2.11.0"}
+    monkeypatch.setattr(setup_venv, "probe", lambda _python, code: answers.get(code))
+    monkeypatch.setattr(setup_venv, "run", lambda _command: None)
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    setup_venv.install_dependencies(python, ["pip"], None)
+    assert (tmp_path / "deep_offload_constraints.txt").read_text() == "torch==2.11.0\n"
