@@ -119,27 +119,37 @@ def test_targets_go_into_the_flags(converted, tmp_path):
         assert torch.equal(one.reader.read(rule.key, rule.layer), two.reader.read(rule.key, rule.layer))
 
 
-OLD = {
-    "llama3": {
-        "rope_theta": 500000.0,
-        "rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.25, "high_freq_factor": 5.0,
-                         "original_max_position_embeddings": 64},
-    },
-    "qwen2": {"rope_theta": 1000000.0},
-    "neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000},
-}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.25, "high_freq_factor": 5.0, "original_max_position_embeddings": 64}
+# How transformers 4 and 5 write the same rotary embedding.
+SPELLINGS = {
+    "llama3": [
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+        {"rope_theta": 500000.0, "rope_scaling": {"type": "llama3", **LLAMA3}},
+        {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "llama3", **LLAMA3}},
+    ],
+    "qwen2": [
+        {"rope_theta": 1000000.0},
+        {"rope_theta": 1000000, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"}},
+    ],
+    "neox": [
+        {"rotary_pct": 0.25, "rotary_emb_base": 10000},
+        {},
+        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_type": "default"}},
+    ],
+}
+ROPE_KEYS = ("rope_parameters", "rope_theta", "rope_scaling", "rotary_pct", "rotary_emb_base")
 
 
-@pytest.mark.parametrize("name", OLD)
-@pytest.mark.parametrize("type_key", ["rope_type", "type"])
-def test_both_spellings_of_rope(converted, tmp_path, name, type_key):
-    """A config in the spelling of transformers 4 means the same model as one of transformers 5."""
+@pytest.mark.parametrize(("name", "number"), [(name, i) for name in SPELLINGS for i in range(3)])
+def test_both_spellings_of_rope(converted, tmp_path, name, number):
+    """A config in either spelling means the same model, whichever transformers is installed, and is given back."""
     model = converted(name, DTYPES[name])
     folder = copy_folder(model.hf, tmp_path / "hf")
-    raw = json.loads((folder / "config.json").read_text())
-    assert raw.pop("rope_parameters"), "transformers 5 wrote the other spelling"
-    raw.update(json.loads(json.dumps(OLD[name]).replace('"type"', f'"{type_key}"')))
-    raw["torch_dtype"] = raw.pop("dtype")
+    raw = {k: v for k, v in json.loads((folder / "config.json").read_text()).items() if k not in ROPE_KEYS}
+    raw.update(SPELLINGS[name][number])
+    dtype = raw.pop("dtype", None) or raw.pop("torch_dtype")
+    raw["torch_dtype" if number < 2 else "dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(raw))
     import_checkpoint(folder, tmp_path / "ours")
     assert OurModel(tmp_path / "ours").model == OurModel(model.ours).model
