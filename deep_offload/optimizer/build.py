@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,10 +29,12 @@ def build_engine(
     *,
     warn: Callable[[str], None],
     log: Callable[[str], None],
+    late_params: Collection[int] = (),
 ) -> tuple[OffloadEngine, list[str]]:
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
-    shards in forward order. Raises ValueError with numbers, before any large allocation, when state does not fit.
+    shards in forward order; late_params: as `OffloadEngine` takes them.
+    Raises ValueError with numbers, before any large allocation, when state does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
@@ -63,7 +65,7 @@ def build_engine(
         num_threads=num_threads,
     )
     seconds = op_seconds(layout, choice.state, profile)
-    engine = OffloadEngine(shards, layout, settings, warn=warn, seconds=seconds, device=device)
+    engine = OffloadEngine(shards, layout, settings, warn=warn, seconds=seconds, device=device, late_params=late_params)
     if config.interleaved_offload:
         engine.expected = Expectation(
             engine.plan,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -78,12 +80,15 @@ class OffloadEngine:
         warn: Callable[[str], None],
         seconds: OpSeconds | None = None,
         device: torch.device | None = None,
+        late_params: Collection[int] = (),
     ) -> None:
+        """late_params: parameters whose gradient is final only after backward, so that nothing else waits for it."""
         self.layout = layout
+        self.late_subgroups = _holding(layout, shards, late_params)
         self.settings = settings
         self._shards = tuple(shards)
         self._device = shards[0].param.device if shards else device or torch.device("cpu")
-        self.plan = build_plan(layout, settings.placement, settings.num_slots, seconds)
+        self.plan = build_plan(layout, settings.placement, settings.num_slots, seconds, self.late_subgroups)
         check_plan(self.plan)
         self._buffers = DeviceBuffers(
             [self._view(s, "param") for s in layout.subgroups], [self._view(s, "grad") for s in layout.subgroups]
@@ -119,6 +124,10 @@ class OffloadEngine:
         if i not in self._ready:
             self._ready.add(i)
             self._current().fire(OpKind.GRADS_READY, i)
+
+    def following(self, work: Any) -> AbstractContextManager[None]:
+        """Inside, gradients said to be ready are final when `work`, an asynchronous collective, has ended."""
+        return self._backend.following(work)
 
     def update(self, classes: Sequence[AdamClass], class_of: Sequence[int], grad_scale: float) -> None:
         """Update every subgroup with final gradients times `grad_scale`; returns once the work is with the lanes.
@@ -298,6 +307,15 @@ class OffloadEngine:
 
     def _view(self, subgroup: Subgroup, name: str) -> torch.Tensor:
         return getattr(self._shards[subgroup.shard], name)[subgroup.start : subgroup.start + subgroup.numel]
+
+
+def _holding(layout: ShardLayout, shards: Sequence[Shard], params: Collection[int]) -> frozenset[int]:
+    """Subgroups that hold an element of one of the parameters."""
+    return frozenset(
+        s.index
+        for s in layout.subgroups
+        if any(g.param in params and g.start < s.start + s.numel and s.start < g.end for g in shards[s.shard].segments)
+    )
 
 
 class _SegmentTables:

@@ -13,7 +13,7 @@ from megatron.core.optimizer import OptimizerConfig
 from deep_offload.config import OffloadConfig
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
-from deep_offload.optimizer.megatron_buffers import map_buffers
+from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 
@@ -44,7 +44,13 @@ def build_optimizer(
     groups = build_param_groups(model_chunks, optimizer_config, no_weight_decay, decoupled_lr, decoupled_min_lr)
     buffers = map_buffers(model_chunks)
     with torch.no_grad():
-        engine, lines = build_engine([b.shard for b in buffers.shards], offload, warn=warnings.warn, log=log)
+        engine, lines = build_engine(
+            [b.shard for b in buffers.shards],
+            offload,
+            warn=warnings.warn,
+            log=log,
+            late_params=late_params(model_chunks, buffers),
+        )
     return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines)
 
 

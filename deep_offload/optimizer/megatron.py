@@ -23,7 +23,7 @@ from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
-from deep_offload.optimizer.megatron_buffers import BackwardHooks, BufferMap, gradients_are_final_in_backward
+from deep_offload.optimizer.megatron_buffers import BufferMap, late_params, watch_backward
 from deep_offload.optimizer.megatron_names import full_tensor, named_params
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
@@ -66,7 +66,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         for index, group in enumerate(param_groups):
             for param in group["params"]:
                 self._group_of[number_of[param]] = index
-        self._runs = _counted_runs(buffers)
+        self._runs = _runs(buffers, counted=True)
+        self._copies = _runs(buffers, counted=False)
         self._subgroups_of = [
             {
                 s.index
@@ -77,9 +78,14 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         ]
         self._missing = [0] * len(engine.layout.subgroups)
         self._reset_missing()
-        self._hooks = None
-        if gradients_are_final_in_backward(chunks):
-            self._hooks = BackwardHooks(buffers, self._param_ready, lambda _number: engine.skip_update())
+        self._hooks = watch_backward(
+            chunks,
+            buffers,
+            late_params(chunks, buffers),
+            on_param=self._param_ready,
+            on_shards=self._shards_reduced,
+            on_again=lambda _number: engine.skip_update(),
+        )
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -143,6 +149,14 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             if self._missing[i] == 0:
                 self._engine.grads_ready(i)
 
+    def _shards_reduced(self, shards: Sequence[int], work: Any) -> None:
+        """The gradients of these shards are final when the collective has ended, but for late parameters."""
+        engine = self._engine
+        with engine.following(work):
+            for s in reversed(engine.layout.subgroups):
+                if s.shard in shards and s.index not in engine.late_subgroups:
+                    engine.grads_ready(s.index)
+
     def _reset_missing(self) -> None:
         self._missing = [0] * len(self._missing)
         for subgroups in self._subgroups_of:
@@ -162,13 +176,17 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         )
 
     def _grad_norm(self) -> float:
-        total = sum_of_squares([b.shard.grad for b in self._buffers.shards], self._runs, self._device)
+        """Norm of the scaled gradients, not finite where any is not, in copies that do not count too."""
+        grads = [b.shard.grad for b in self._buffers.shards]
+        total = sum_of_squares(grads, self._runs, self._device)
+        if self._copies:
+            total += 0.0 * sum_of_squares(grads, self._copies, self._device)
         dist.all_reduce(total)
         return math.sqrt(total.item()) if torch.isfinite(total) else float(total.item())
 
     def _count_zeros(self) -> int:
         total = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for shard, start, end in _counted_runs(self._buffers, padding=False):
+        for shard, start, end in _runs(self._buffers, counted=True, padding=False):
             total += (self._buffers.shards[shard].shard.grad[start:end] == 0).sum()
         dist.all_reduce(total)
         return int(total.item())
@@ -421,18 +439,20 @@ def _all_entries(local: list[DigestEntry]) -> list[DigestEntry]:
     return [entry for entries in gathered for entry in entries]
 
 
-def _counted_runs(buffers: BufferMap, padding: bool = True) -> list[Run]:
-    """Elements that count towards norm and zeros on this rank: no tensor-parallel duplicates, no tied copies.
+def _runs(buffers: BufferMap, *, counted: bool, padding: bool = True) -> list[Run]:
+    """Elements that count towards norm and zeros on this rank, or those that do not: copies on other tensor-parallel
+    ranks and of tied embeddings.
 
     padding: whether runs may reach over padding between parameters, which is zero.
     """
-    counted = [
-        param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p) for p in buffers.params
+    chosen = [
+        (param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p)) == counted
+        for p in buffers.params
     ]
-    pieces = [[(s.start, s.end, counted[s.param]) for s in b.shard.segments] for b in buffers.shards]
+    pieces = [[(s.start, s.end, chosen[s.param]) for s in b.shard.segments] for b in buffers.shards]
     if padding:
         return counted_runs(pieces)
-    return [(shard, start, end) for shard, p in enumerate(pieces) for start, end, is_counted in p if is_counted]
+    return [(shard, start, end) for shard, p in enumerate(pieces) for start, end, is_chosen in p if is_chosen]
 
 
 def _grad_scaler(config: OptimizerConfig, device: torch.device) -> MegatronGradScaler | None:

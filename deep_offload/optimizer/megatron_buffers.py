@@ -3,18 +3,20 @@
 Attributes read: DDP.{buffers, expert_parallel_buffers, bucket_groups, expert_parallel_bucket_groups, ddp_config,
 config};
 buffer.{buckets, param_index_map, data_parallel_group}; bucket.{param_data, grad_data, offset, params_list,
-gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch}. `tests/optimizer/test_megatron_contract.py` names
-each, so that a new megatron-core breaks one file with one message.
+gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch, grad_reduce_handle}.
+`tests/optimizer/test_megatron_contract.py` names each, so that a new megatron-core breaks one file with one message.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import unwrap_model
 
 from deep_offload.optimizer.engine import Segment, Shard
 
@@ -100,18 +102,60 @@ def _buckets_in_forward_order(chunks: Sequence[DistributedDataParallel]) -> Iter
                 yield chunk_index, group, bucket, owner[id(bucket)]
 
 
-def gradients_are_final_in_backward(chunks: Sequence[DistributedDataParallel]) -> bool:
-    """Whether nothing changes a gradient after the last micro-batch's backward has accumulated it.
+def late_params(chunks: Sequence[DistributedDataParallel], buffers: BufferMap) -> frozenset[int]:
+    """Numbers of the parameters whose gradient `finalize_model_grads` may change after the data-parallel reduction.
 
-    True on one rank without per-token scaling: there is no reduction, no tied copy on another stage and no
-    sequence-parallel norm to sum.
+    All with per-token scaling; copies of tied embeddings on other pipeline stages; what tensor-parallel ranks sum up.
     """
     config = chunks[0].config
+    if config.calculate_per_token_loss:
+        return frozenset(range(len(buffers.params)))
+    number_of, late = buffers.number_of(), set()
+    for chunk in chunks:
+        model = unwrap_model(chunk)
+        if config.pipeline_model_parallel_size > 1:
+            late |= {p for n, p in model.named_parameters() if n.endswith(_ON_SEVERAL_STAGES)}
+            if model.share_embeddings_and_output_weights:
+                late.add(model.shared_embedding_or_output_weight())
+        if config.tensor_model_parallel_size > 1:
+            late |= {p for n, p in model.named_parameters() if _is_summed_over_tensor_ranks(config, n, p)}
+    return frozenset(number_of[p] for p in late if p in number_of)
+
+
+_ON_SEVERAL_STAGES = ("position_embeddings.weight",)
+
+
+def _is_summed_over_tensor_ranks(config: Any, name: str, param: torch.nn.Parameter) -> bool:
     return (
-        torch.distributed.get_world_size() == 1
-        and not config.calculate_per_token_loss
-        and all(b.gradient_scaling_factor == 1.0 for c in chunks for g in c.bucket_groups for b in g.buckets)
+        getattr(param, "average_gradients_across_tp_domain", False)
+        or (config.sequence_parallel and getattr(param, "sequence_parallel", False))
+        or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name))
     )
+
+
+def watch_backward(
+    chunks: Sequence[DistributedDataParallel],
+    buffers: BufferMap,
+    late: frozenset[int],
+    *,
+    on_param: Callable[[int], None],
+    on_shards: Callable[[Sequence[int], Any], None],
+    on_again: Callable[[int], None],
+) -> BackwardHooks | ReductionHooks | None:
+    """Find out during the last micro-batch's backward which gradients are final; None where none is before its end.
+
+    With one data-parallel rank: on_param(number), a gradient that is not late is final; on_again(number), it was not.
+    With several: on_shards(numbers, work), the gradients of these shards are final when `work` has ended, but
+    for the late ones among them.
+    """
+    if len(late) == len(buffers.params) or not buffers.shards:
+        return None
+    if all(b.group.size() == 1 for b in buffers.shards):
+        scaled = any(b.gradient_scaling_factor != 1.0 for c in chunks for g in c.bucket_groups for b in g.buckets)
+        return None if scaled else BackwardHooks(buffers, late, on_param, on_again)
+    if not chunks[0].ddp_config.overlap_grad_reduce:
+        return None
+    return ReductionHooks(buffers, on_shards)
 
 
 class BackwardHooks:
@@ -123,18 +167,20 @@ class BackwardHooks:
     said to be final.
     """
 
-    def __init__(self, buffers: BufferMap, on_ready: Callable[[int], None], on_again: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        buffers: BufferMap,
+        late: frozenset[int],
+        on_ready: Callable[[int], None],
+        on_again: Callable[[int], None],
+    ) -> None:
         self._on_ready = on_ready
         self._on_again = on_again
         self._expected: dict[int, int] | None = None
         self._seen: dict[int, int] = {}
-        self._accumulators: list[Any] = []  # autograd drops hooks with the node, so it must stay alive
         groups = {s.param: b.bucket_group for b in buffers.shards for s in b.shard.segments}
-        for number, param in enumerate(buffers.params):
-            if number in groups:
-                node = param.expand_as(param).grad_fn.next_functions[0][0]
-                node.register_hook(self._hook(number, groups[number]))
-                self._accumulators.append(node)
+        hooks = {n: self._hook(n, group) for n, group in groups.items() if n not in late}
+        self._accumulators = [_hook_accumulation(buffers.params[n], hook) for n, hook in hooks.items()]
 
     def _hook(self, number: int, bucket_group: Any) -> Callable[..., None]:
         def hook(*_unused: Any) -> None:
@@ -157,3 +203,62 @@ class BackwardHooks:
         if self._expected is None:
             self._expected = self._seen
         self._seen = {}
+
+
+class ReductionHooks:
+    """Calls `on_dispatched(shard numbers, work)` when a bucket group's reduce-scatter has been started in backward.
+
+    DDP starts it in the hook of the group's last gradient; ours run behind DDP's. In the first iteration DDP learns how
+    often each gradient arrives, and reduces after backward: then nothing is called.
+    """
+
+    def __init__(self, buffers: BufferMap, on_dispatched: Callable[[Sequence[int], Any], None]) -> None:
+        self._on_dispatched = on_dispatched
+        self._reported: set[int] = set()
+        shards: dict[int, list[int]] = {}
+        groups: dict[int, Any] = {}
+        for number, bucket in enumerate(buffers.shards):
+            shards.setdefault(id(bucket.bucket_group), []).append(number)
+            groups[id(bucket.bucket_group)] = bucket.bucket_group
+        self._accumulators = [
+            _hook_accumulation(param, self._hook(groups[key], numbers))
+            for key, numbers in shards.items()
+            for bucket in groups[key].buckets
+            for param in bucket.params_list
+        ]
+
+    def _hook(self, bucket_group: Any, shards: Sequence[int]) -> Callable[..., None]:
+        def hook(*_unused: Any) -> None:
+            work = bucket_group.grad_reduce_handle
+            if work is not None and id(bucket_group) not in self._reported:
+                self._reported.add(id(bucket_group))
+                if not bucket_group.buckets[0].grad_data.is_cuda:
+                    work = bucket_group.grad_reduce_handle = _WaitOnce(work)
+                self._on_dispatched(shards, work)
+
+        return hook
+
+    def end_of_backward(self) -> None:
+        """The iteration's gradients are complete."""
+        self._reported.clear()
+
+
+class _WaitOnce:
+    """A collective of gloo. Its every `wait` copies the result into place, which later would undo other changes."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock:
+            if self._work is not None:
+                self._work.wait()
+                self._work = None
+
+
+def _hook_accumulation(param: torch.nn.Parameter, hook: Callable[..., None]) -> Any:
+    """Call `hook` behind DDP's own when autograd has added to the gradient; keep the node that is returned alive."""
+    node = param.expand_as(param).grad_fn.next_functions[0][0]
+    node.register_hook(hook)
+    return node

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Op, OpKind, Place, Placement, Plan
@@ -25,12 +25,19 @@ def default_seconds(layout: ShardLayout) -> OpSeconds:
     return lambda kind, i: per_param[kind] * layout.subgroups[i].numel * 1e-11
 
 
-def build_plan(layout: ShardLayout, placement: Placement, num_slots: int, seconds: OpSeconds | None = None) -> Plan:
+def build_plan(
+    layout: ShardLayout,
+    placement: Placement,
+    num_slots: int,
+    seconds: OpSeconds | None = None,
+    late_grads: Collection[int] = (),
+) -> Plan:
     """Order one iteration: gradients down during backward, then all lanes at once, then what the next forward waits
     for.
 
     layout: the rank's subgroups in forward order; placement: one Place each; num_slots: staging slots on the GPU.
-    seconds: predicted cost of an op, which decides how prefetches and parameter uploads share the H2D lane.
+    seconds: predicted cost of an op, which decides how prefetches and parameter uploads share the H2D lane. late_grads:
+    subgroups whose gradient is final only after backward; the others need not wait for them.
     Raises ValueError when placement and layout disagree or a streamed subgroup has no slot.
     """
     if len(placement) != len(layout.subgroups):
@@ -38,7 +45,7 @@ def build_plan(layout: ShardLayout, placement: Placement, num_slots: int, second
     streamed = [i for i, place in enumerate(placement) if place is Place.GPU]
     if streamed and num_slots < 1:
         raise ValueError(f"{len(streamed)} subgroups are streamed to the GPU, but there are {num_slots} staging slots")
-    return _Builder(layout, placement, num_slots, seconds or default_seconds(layout)).build()
+    return _Builder(layout, placement, num_slots, seconds or default_seconds(layout)).build(late_grads)
 
 
 class _Builder:
@@ -55,11 +62,12 @@ class _Builder:
         self.residents = [i for i, p in enumerate(placement) if p is Place.RESIDENT]
         self.slot_of = {i: j % num_slots for j, i in enumerate(self.streamed)}
 
-    def build(self) -> Plan:
+    def build(self, late_grads: Collection[int]) -> Plan:
         first = self.streamed[: self.num_slots]
         for i in first:  # their state is final since the last flush: bring it up before the norm is known
             self._prefetch(i)
-        for i in reversed(range(len(self.placement))):  # backward order
+        backward_order = reversed(range(len(self.placement)))
+        for i in sorted(backward_order, key=lambda i: i in late_grads):
             ready = self._emit(OpKind.GRADS_READY, i)
             if self.placement[i] is Place.CPU:
                 self._emit(OpKind.GRAD_FLUSH, i, (ready,))

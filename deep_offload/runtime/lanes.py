@@ -9,9 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,6 +38,8 @@ class Completion:
     num_bytes: int = 0
     waited_from: float | None = None
     wait_event: torch.cuda.Event | None = None
+    works: tuple[Any, ...] = ()
+    """Collectives that must have ended too, where no stream orders them."""
 
 
 class Device(Protocol):
@@ -57,6 +60,9 @@ class Device(Protocol):
     def is_done(self, completion: Completion) -> bool:
         """Whether an op is complete, without waiting for it."""
 
+    def following(self, work: Any) -> AbstractContextManager[None]:
+        """Inside, marks stand for the end of `work`, an asynchronous collective, which nobody waits for here."""
+
     def synchronize(self) -> None:
         """Wait for all streams of the lanes."""
 
@@ -67,8 +73,13 @@ class Device(Protocol):
 class HostDevice:
     """Lanes without a GPU: an op is done when its handler returns."""
 
+    def __init__(self) -> None:
+        self._followed: tuple[Any, ...] = ()
+
     def wait(self, lane: Lane, done: Completion) -> None:
         done.issued.wait()
+        for work in done.works:
+            work.wait()
 
     def run(self, lane: Lane, completion: Completion, handler: Handler) -> None:
         completion.start = time.perf_counter()
@@ -80,6 +91,15 @@ class HostDevice:
 
     def mark_main(self, completion: Completion) -> None:
         completion.start = completion.end = time.perf_counter()
+        if completion.op.kind is OpKind.NORM_READY:
+            self._followed = ()  # gradients are final, so all have ended
+        completion.works = self._followed
+
+    @contextmanager
+    def following(self, work: Any) -> Iterator[None]:
+        # Added up, because an op may have been held back since an earlier collective.
+        self._followed = (*self._followed, work)
+        yield
 
     def is_done(self, completion: Completion) -> bool:
         return completion.issued.is_set()
@@ -98,6 +118,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.streams = {lane: torch.cuda.Stream(device) for lane in (Lane.GPU, Lane.H2D, Lane.D2H)}
+        self._collectives = torch.cuda.Stream(device)
         self._origin_event = torch.cuda.Event(enable_timing=True)
         self._origin_event.record(torch.cuda.current_stream(device))
         self._origin_event.synchronize()  # pairs one moment of the device's clock with the host's
@@ -138,6 +159,12 @@ class CudaDevice:
     def mark_main(self, completion: Completion) -> None:
         completion.event = torch.cuda.Event(enable_timing=True, blocking=True)
         completion.event.record(torch.cuda.current_stream(self.device))
+
+    @contextmanager
+    def following(self, work: Any) -> Iterator[None]:
+        with torch.cuda.stream(self._collectives):
+            work.wait()  # this stream waits, not the one that computes
+            yield
 
     def synchronize(self) -> None:
         for stream in self.streams.values():
@@ -187,6 +214,10 @@ class LaneBackend:
         else:
             self._queues[op.lane].put((completion, after))
         return completion
+
+    def following(self, work: Any) -> AbstractContextManager[None]:
+        """Inside, external ops are complete when `work`, an asynchronous collective, has ended."""
+        return self._device.following(work)
 
     def raise_if_failed(self) -> None:
         """Raise the first error of any lane on the caller's thread."""

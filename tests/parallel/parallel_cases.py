@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import re
 import socket
 import warnings
@@ -76,12 +77,14 @@ Watch = Callable[[Outcome], contextlib.AbstractContextManager]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on this host that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        listeners = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in listeners:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in listeners]
+    """Ports on this host that nobody listens on now, below those that the system gives to sockets by itself."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(12000, 32000)
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def run_all(command_lines: Sequence[str], cache: str, watch: Watch | None = None) -> list[Outcome]:
