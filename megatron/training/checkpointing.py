@@ -53,6 +53,11 @@ class Checkpoints:
         """Iteration of the last checkpoint that is complete, None before the first."""
         return self._last_saved
 
+    @property
+    def iteration(self) -> int:
+        """The last iteration that is known to be done."""
+        return self._iteration
+
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def after_step(self, trainer: Trainer, stop_reason: str | None) -> None:
@@ -248,6 +253,7 @@ class Checkpoints:
             lines.append("iteration and samples start at 0")
         else:
             self._restore_progress(trainer, place, common, lines)
+            self._iteration = trainer.state.iteration
             restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), config)
             if not config.no_load_rng:
                 self._restore_rng(reader, lines)

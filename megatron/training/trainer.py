@@ -19,10 +19,12 @@ from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData
 from megatron.training.evaluation import evaluate, evaluation_lines, settled_parameters
 from megatron.training.flops import flops_per_step
+from megatron.training.host_memory import describe, read_host_memory
 from megatron.training.launch import Ranks
 from megatron.training.lifecycle import GarbageCollection, Profiling, StopWatch
 from megatron.training.metrics import Interval, LogValues, datetime_line, log_line
 from megatron.training.model import parameters_norm
+from megatron.training.postmortem import PostMortem
 from megatron.training.progress import ProgressLine, progress_file
 from megatron.training.run_record import RunRecord
 from megatron.training.schedule import learning_rates
@@ -89,12 +91,14 @@ class Trainer:
         scheduler: OptimizerParamScheduler,
         checkpointing: Checkpointing | None,
         report: Callable[[str], None],
+        postmortem: PostMortem | None = None,
     ) -> None:
-        """report: prints a line on every rank it is called on."""
+        """report: prints a line on every rank it is called on. postmortem: is told of steps that are not finite."""
         self.config, self.ranks, self.device = config, ranks, device
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
         self.state, self.stop_reason = TrainState(), None
         self._checkpointing = checkpointing
+        self._postmortem = postmortem
         # What goes to a terminal beside log lines: drawn by the rank that prints those.
         self._bottom = ProgressLine(
             sys.stdout, os.environ if ranks.is_last else {"TERM": "dumb"}, config.num_iterations
@@ -170,6 +174,10 @@ class Trainer:
         self._empty_cache(2)
         self._profiling.before_step(number)
         result = train_step(self._forward, iterators, self.chunks, self.optimizer, batches)
+        if self._postmortem is not None:
+            folder = self._postmortem.after_step(self, result.losses, result.grad_norm, batch_size)
+            if folder is not None:
+                self._say_first(f"WARNING: iteration {number} was not finite: see {folder}")
         self._profiling.after_step(number)
         self._empty_cache(1)
         return result
@@ -213,7 +221,7 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 num_zeros=result.num_zeros,
                 params_norm=norm,
-                extra=self.optimizer.last_step_fields(),
+                extra=[*self.optimizer.last_step_fields(), ("host memory (GiB)", describe(read_host_memory()))],
             )
             self._report(log_line(values, interval, datetime.now()))
             for line in timer_lines(times, logging.timing_log_option):
@@ -240,6 +248,10 @@ class Trainer:
         for name, value in (("num-zeros", result.num_zeros), ("params-norm", norm)):
             if value is not None:
                 scalars[name] = value
+        memory = read_host_memory()
+        scalars["host-used-bytes"] = memory.used
+        if memory.limit is not None:
+            scalars["host-limit-bytes"] = memory.limit
         self._writer.step(iteration, samples, scalars)
         self._writer.memory(iteration)
 

@@ -22,8 +22,10 @@ from megatron.training.device import describe_device
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.launch import Ranks
 from megatron.training.lifecycle import end_process_after
+from megatron.training.memory_watch import MemoryWatch
 from megatron.training.metrics import datetime_line, flat_settings, gibibytes
 from megatron.training.model import TORCH_DTYPES, build_model
+from megatron.training.postmortem import PostMortem
 from megatron.training.run_record import write_trace
 from megatron.training.schedule import build_scheduler
 from megatron.training.tokenizer import Tokenizer
@@ -46,6 +48,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     source = check_data(config)
     _print_arguments(config, report_first)
     optimizer: DeepOffloadOptimizer | None = None
+    postmortem, watch = PostMortem(config, ranks.rank), None
     try:
         device = initialize(config, ranks, _report)
         report_first(describe_device(device, ranks.world_size))
@@ -54,7 +57,11 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
         optimizer = _build_optimizer(config, chunks, report_first)
         connect(chunks, optimizer)
         scheduler = build_scheduler(config, optimizer)
-        trainer = Trainer(config, ranks, device, chunks, optimizer, scheduler, checkpointing, _report)
+        postmortem.plan(*optimizer.memory_bytes())
+        save = config.checkpoint.save
+        watch = MemoryWatch(ranks.rank, optimizer.memory_bytes()[0], None if save is None else Path(save))
+        report = postmortem.keep(_report)
+        trainer = Trainer(config, ranks, device, chunks, optimizer, scheduler, checkpointing, report, postmortem)
         try:
             trainer.use(_build_data(config, source, tokenizer, chunks, report_first), source)
             _print_notes([*config.notes, *source.notes], report_first)
@@ -64,8 +71,12 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     except BaseException as error:
         if isinstance(checkpointing, Checkpoints):
             checkpointing.fail(error)
+            postmortem.on_error(error, checkpointing.iteration)
+        if watch is not None:
+            watch.close()
         _clean_up_failure(optimizer, ranks)
         raise
+    watch.close()
     optimizer.close()
     shut_down()
 

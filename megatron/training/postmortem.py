@@ -1,0 +1,171 @@
+"""What a run leaves behind when it meets a number that is not finite, runs out of GPU memory, or fails.
+
+One directory: the last log lines, the first bad parameter, the samples, memory, settings, and the command that replays
+the step from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from deep_offload.optimizer.megatron_names import named_params
+from megatron.training.checkpointing_layout import read_tracker
+from megatron.training.checkpointing_save import saved_arguments
+from megatron.training.config import TrainingConfig
+from megatron.training.host_memory import read_host_memory
+
+if TYPE_CHECKING:
+    from megatron.training.trainer import Trainer
+
+NUM_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class BadStep:
+    """A step whose loss or gradient is not finite: samples [first, end) of the training order."""
+
+    iteration: int
+    first_sample: int
+    end_sample: int
+    losses: dict[str, float]
+    grad_norm: float
+
+
+class PostMortem:
+    """Collects log lines, and writes at most one directory for each cause."""
+
+    def __init__(self, config: TrainingConfig, rank: int, argv: Sequence[str] | None = None) -> None:
+        """argv: of the program, for the replay command (default: this process's)."""
+        self._config = config
+        self._rank = rank
+        self._argv = list(sys.argv if argv is None else argv)
+        self._lines: deque[str] = deque(maxlen=NUM_LINES)
+        self._written: set[str] = set()
+        self._planned_bytes = (0, 0)
+
+    def keep(self, report: Callable[[str], None]) -> Callable[[str], None]:
+        """Return `report` with every line kept for the directory."""
+
+        def report_and_keep(line: str) -> None:
+            self._lines.append(line)
+            report(line)
+
+        return report_and_keep
+
+    def plan(self, host_bytes: int, device_bytes: int) -> None:
+        """Remember what the optimizer's state was to take."""
+        self._planned_bytes = (host_bytes, device_bytes)
+
+    def after_step(self, trainer: Trainer, losses: dict[str, float], grad_norm: float, batch_size: int) -> Path | None:
+        """Write once if the step was not finite, unless a dynamic loss scale looks for its value; collective then.
+
+        The gradients of the step must still be in DDP's buffers. Returns the directory.
+        """
+        precision = self._config.precision
+        is_overflow = precision.fp16 and precision.loss_scale is None
+        if math.isfinite(grad_norm) or is_overflow or "not finite" in self._written:
+            return None
+        bad = BadStep(
+            trainer.state.iteration + 1,
+            trainer.state.consumed_train_samples,
+            trainer.state.consumed_train_samples + batch_size,
+            losses,
+            grad_norm,
+        )
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, (first_bad_parameter(trainer), losses, list(self._lines)))
+        found = [(rank, name) for rank, (name, _, _) in enumerate(everywhere) if name is not None]
+        known = next((values for _, values, _ in reversed(everywhere) if values), losses)
+        self._written.add("not finite")
+        if self._rank != 0:
+            return None
+        self._lines.extend(everywhere[-1][2] if len(everywhere) > 1 else [])  # the last rank prints the log
+        lines = [
+            f"cause: the gradient of iteration {bad.iteration} is not finite ({grad_norm}); the update was skipped",
+            f"losses: {known}",
+            "first bad parameter: "
+            + (f"{found[0][1]} (rank {found[0][0]})" if found else "none: only sums are not finite"),
+            f"samples: {bad.first_sample} to {bad.end_sample - 1} of the training order",
+        ]
+        return self._write(f"nonfinite_iteration{bad.iteration}", bad.iteration, lines)
+
+    def on_error(self, error: BaseException, iteration: int) -> Path | None:
+        """Write what is known when an error ends the run; not collective, never raises."""
+        if isinstance(error, SystemExit | KeyboardInterrupt) or (
+            isinstance(error, ValueError) and iteration == 0  # a sentence for the user about settings
+        ):
+            return None
+        kind = "out of GPU memory" if isinstance(error, torch.cuda.OutOfMemoryError) else type(error).__name__
+        lines = [f"cause: {kind} in iteration {iteration + 1}: {error}"]
+        try:
+            return self._write(f"error_rank{self._rank}", iteration + 1, lines)
+        except OSError:
+            return None
+
+    def _write(self, name: str, iteration: int, lines: list[str]) -> Path:
+        save = self._config.checkpoint.save
+        folder = Path(save or ".") / f"postmortem_{time.strftime('%Y%m%d_%H%M%S')}_{name}"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = [*lines, *self._memory_lines(), f"replay: {self.replay_command(iteration)}"]
+        (folder / "report.txt").write_text("\n".join(text) + "\n")
+        (folder / "log.txt").write_text("\n".join(self._lines) + "\n")
+        (folder / "settings.json").write_text(
+            json.dumps(saved_arguments(self._config), indent=1, sort_keys=True) + "\n"
+        )
+        return folder
+
+    def _memory_lines(self) -> list[str]:
+        memory = read_host_memory()
+        limit = "none" if memory.limit is None else f"{memory.limit / 2**30:.3f} GiB"
+        host, device = (value / 2**30 for value in self._planned_bytes)
+        lines = [
+            f"host memory: {memory.resident / 2**30:.3f} GiB resident, peak {memory.peak / 2**30:.3f}, limit {limit}",
+            f"planned optimizer state: {host:.3f} GiB host, {device:.3f} GiB device",
+        ]
+        if torch.cuda.is_initialized():
+            allocated, peak, reserved = (
+                read() / 2**30
+                for read in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, torch.cuda.memory_reserved)
+            )
+            lines.append(f"GPU memory: {allocated:.3f} GiB allocated, peak {peak:.3f}, reserved {reserved:.3f}")
+        return lines
+
+    def replay_command(self, iteration: int) -> str:
+        """Return the command that loads the newest checkpoint and stops after `iteration`, saving nothing."""
+        words = _without(self._argv, {"--save", "--load", "--ckpt-step", "--exit-interval", "--save-interval"})
+        save = self._config.checkpoint.save
+        tracked = read_tracker(Path(save)) if save else None
+        if tracked is not None:
+            words += ["--load", str(save), "--ckpt-step", str(tracked)]
+        return "python " + shlex.join([*words, "--exit-interval", str(iteration), "--log-interval", "1"])
+
+
+def _without(words: Sequence[str], flags: set[str]) -> list[str]:
+    out, skips = [], False
+    for word in words:
+        if word.startswith("--"):
+            skips = word.partition("=")[0] in flags
+        if not skips:
+            out.append(word)
+    return out
+
+
+def first_bad_parameter(trainer: Trainer) -> str | None:
+    """Return the first parameter, in forward order, whose gradient on this rank is not finite."""
+    for named in named_params(trainer.chunks):
+        gradient = getattr(named.param, "main_grad", None)
+        if gradient is not None and not bool(torch.isfinite(gradient).all()):
+            return named.name
+    return None
