@@ -85,7 +85,11 @@ def _profile(
     """The given profile, or this machine's measured rates; without offload nothing depends on them."""
     if not config.interleaved_offload:
         return load_profile("h200")
-    return profile_for_run(config.offload_profile, device, num_threads, ranks, log=log)
+    profile = profile_for_run(config.offload_profile, device, num_threads, ranks, log=log)
+    if device.type == "cuda":  # what measuring took must not show in the run's peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return profile
 
 
 def _with_resident_default(config: OffloadConfig) -> OffloadConfig:
