@@ -56,7 +56,8 @@ class SDPAttention(MegatronModule):
         assert attention_bias is None and packed_seq_params is None
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
         visible = None if attention_mask is None else ~attention_mask
-        if self.window is not None:
+        # A window that shows the whole sequence needs no mask, and the fastest kernels know none.
+        if self.window is not None and 0 <= self.window[0] < query.size(0) - 1:
             near = _window(query.size(0), self.window, query.device)
             visible = near if visible is None else visible & near
         grouped = q.size(1) != k.size(1)

@@ -73,3 +73,10 @@ def test_sample_reaches_beyond_the_window(converted):
     ours = OurModel(converted("mistral", torch.bfloat16).ours)
     model = dataclasses.replace(ours.model, window_size=(299, 0), max_position_embeddings=4096)
     assert sample_tokens(training_config(model, 101), 101).shape == (1, 364)
+
+
+@pytest.mark.parametrize("length", [5, 20, 21, 60])
+def test_window_of_every_length(converted, length):
+    """Sequences shorter than, as long as and longer than the window give transformers' logits."""
+    model = converted("mistral", DTYPES["mistral"])
+    assert verify_checkpoint(model.hf, model.ours, seq_length=length).parity.error <= BOUND

@@ -200,7 +200,8 @@ def test_settings_that_cannot_work(converted, file, tmp_path):
         )
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "tokenizer.json").write_bytes((ours / "tokenizer" / "tokenizer.json").read_bytes())
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (bare / name).write_bytes((ours / "tokenizer" / name).read_bytes())
     with pytest.raises(ValueError, match="no chat template"):
         ChatEncoder(str(bare))
 
