@@ -10,12 +10,13 @@ ARGS ?=
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full lint format bench clean
+.PHONY: help setup demo test test-full test-gpu lint format bench clean
 
 help:
 	@echo "make demo       train a 10 M parameter GPT with interleaved offload on text found on this machine"
 	@echo "make test       the test suite that CI runs"
 	@echo "make test-full  the same with the long product tests"
+	@echo "make test-gpu   the tests that need a GPU"
 	@echo "make lint       ruff and the import contracts"
 	@echo "make bench      the benchmarks, a small pass"
 	@echo "make setup      only .venv, dependencies and the compiled extension (PYTHON=, WHEELS=)"
@@ -32,6 +33,9 @@ test: setup
 
 test-full: setup
 	$(RUN) -m pytest --full $(TESTS) $(ARGS)
+
+test-gpu: setup
+	$(RUN) -m pytest tests/gpu tests/multi_gpu $(ARGS)
 
 lint: setup
 	$(RUN) -m ruff check .
