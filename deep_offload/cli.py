@@ -74,7 +74,7 @@ def _build_parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what of this machine will cost speed, and what to do about it")
     cli_simulate.add_doctor_flags(doctor)
     doctor.set_defaults(run=_doctor, parser=doctor)
-    report = commands.add_parser("report", help="one HTML file about a run that wrote --offload-run-dir")
+    report = commands.add_parser("report", help="one HTML file about a run that wrote --run-dir")
     report.add_argument("run_dir", type=Path, help="the directory that the run wrote")
     report.add_argument("--output", type=Path, help="the file to write; not given: RUN_DIR/report.html")
     report.set_defaults(run=_report, parser=report)

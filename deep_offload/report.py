@@ -1,0 +1,301 @@
+"""`python -m deep_offload report RUN_DIR`: one HTML file about a run. It loads nothing, from no network."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from deep_offload.model.memory import format_bytes
+from deep_offload.report_page import PAGE, STYLE
+from deep_offload.report_run import Event, RunData, read_run
+
+_LOSS = "lm loss"
+
+
+def write_report(folder: Path, output: Path) -> Path:
+    """Make the page of the run in `folder`. Raises ValueError, one sentence, without a run or without matplotlib."""
+    run = read_run(folder)
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise ValueError("a report needs matplotlib, which is not installed: pip install matplotlib") from error
+    html = report_html(run)
+    try:
+        output.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{output} cannot be written ({error.strerror}): give another file as --output") from error
+    return output
+
+
+def report_html(run: RunData) -> str:
+    """The whole page."""
+    sections = [
+        _tiles(run),
+        _section("Training", _figures(_training_charts(run)) or _nothing("no step was logged")),
+        _section("Where the time went", _figures(_time_charts(run)) or _nothing("no step was logged")),
+        _section("Lanes of the last steps", _lanes(run)),
+        _section("Predicted and measured", _predictions(run)),
+        _section("Memory", _figures(_memory_charts(run)) + _state_bytes(run)),
+        _section("Placement", _placement(run)),
+        _section("Warnings and notes", _notes(run)),
+        _section("Evaluations and checkpoints", _evaluations(run) + _checkpoints(run)),
+        _section("Command", f"<pre>{escape(run.start['command'])}</pre>"),
+        _section("Environment", _environment(run.start["environment"])),
+        _section("Settings", _settings(run.start["config"])),
+    ]
+    started = datetime.fromtimestamp(run.of_kind("start")[0]["time"]).strftime("%Y-%m-%d %H:%M")
+    return PAGE.format(
+        style=STYLE, title=escape(_title(run)), status=escape(run.status), started=started, body="\n".join(sections)
+    )
+
+
+# -- pieces of HTML -------------------------------------------------------------------------------------------------
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _nothing(why: str) -> str:
+    return f'<p class="quiet">{escape(why)}</p>'
+
+
+def _figures(charts: dict[str, str]) -> str:
+    if not charts:
+        return ""
+    figures = [
+        f'<figure role="img" aria-label="{escape(title, quote=True)}"><figcaption>{escape(title)}</figcaption>'
+        f"{svg}</figure>"
+        for title, svg in charts.items()
+    ]
+    return f'<div class="charts">{"".join(figures)}</div>'
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="wide"><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def _title(run: RunData) -> str:
+    model = run.start["config"].get("model", {})
+    if "num_layers" not in model:
+        return "Training run"
+    return (
+        f"GPT, {model['num_layers']} layers, hidden {model.get('hidden_size', '?')}, {run.start['world_size']} rank(s)"
+    )
+
+
+def _tiles(run: RunData) -> str:
+    steps = run.steps
+    if not steps:
+        return ""
+    last, seconds = steps[-1], median(_settled(steps, "seconds"))
+    tiles = [
+        ("iteration", f"{last['iteration']} of {run.start['num_iterations']}"),
+        ("median time of an iteration", f"{1e3 * seconds:.1f} ms"),
+    ]
+    if _LOSS in last["losses"]:
+        tiles.insert(1, ("last loss", f"{last['losses'][_LOSS]:.4f}"))
+    updates = _updates(steps)
+    if updates:
+        tiles.append(("median time of an update", f"{1e3 * median(u['seconds'] for u in updates):.1f} ms"))
+        tiles.append(
+            ("of its bound", f"{100 * median(u['share_of_bound'] for u in updates):.0f} %, {updates[-1]['lane']}")
+        )
+    skipped = sum(step["skipped"] for step in steps)
+    if skipped:
+        tiles.append(("skipped iterations", str(skipped)))
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles)
+    return f'<dl class="tiles">{items}</dl>'
+
+
+def _settled(steps: list[Event], name: str) -> list[float]:
+    """Values without the first logged step, which compiles and warms up."""
+    return [step[name] for step in (steps[1:] or steps)]
+
+
+def _updates(steps: list[Event]) -> list[dict[str, Any]]:
+    return [step["update"] for step in steps if step.get("update")]
+
+
+# -- charts ---------------------------------------------------------------------------------------------------------
+
+
+def _training_charts(run: RunData) -> dict[str, str]:
+    from deep_offload.report_charts import Line, line_chart  # heavy: matplotlib
+
+    steps = run.steps
+    if not steps:
+        return {}
+    xs = [step["iteration"] for step in steps]
+    losses = [Line(name, xs, [s["losses"].get(name) for s in steps]) for name in steps[-1]["losses"]]
+    evaluations = [e for e in run.of_kind("evaluation") if e["split"] == "validation"]
+    if evaluations:
+        at = [e["iteration"] for e in evaluations]
+        losses.append(Line("validation", at, [e["losses"].get(_LOSS) for e in evaluations], True))
+    charts = {}
+    if losses:
+        charts["Loss"] = line_chart("loss", losses, "loss")
+    charts["Learning rate"] = line_chart("rate", [Line("rate", xs, [s["learning_rate"] for s in steps])], "rate")
+    charts["Gradient norm before clipping"] = line_chart(
+        "norm", [Line("norm", xs, [s["grad_norm"] for s in steps])], "norm"
+    )
+    return charts
+
+
+def _time_charts(run: RunData) -> dict[str, str]:
+    from deep_offload.report_charts import Line, line_chart, stacked_chart
+
+    steps = run.steps[1:] or run.steps
+    if not steps:
+        return {}
+    xs = [step["iteration"] for step in steps]
+    charts = {"An iteration, in parts": stacked_chart("parts", xs, _parts(steps), "ms")}
+    with_update = [step for step in steps if step.get("update")]
+    if with_update:
+        at = [step["iteration"] for step in with_update]
+        busy = [
+            Line(lane, at, [100 * s["update"]["busy"][lane] for s in with_update])
+            for lane in with_update[-1]["update"]["busy"]
+        ]
+        charts["Busy share of each lane during the update"] = line_chart("busy", busy, "%", from_zero=True)
+        measured = Line("measured", at, [1e3 * s["update"]["seconds"] for s in with_update])
+        lines = [measured]
+        if run.start["predicted"]:
+            predicted = 1e3 * run.start["predicted"]["update_seconds"]
+            lines.append(Line("predicted", [at[0], at[-1]], [predicted, predicted]))
+        charts["The update"] = line_chart("update", lines, "ms", from_zero=True)
+    return charts
+
+
+def _parts(steps: list[Event]) -> dict[str, list[float]]:
+    """Milliseconds of an iteration that add up to it, from the timers where there were any."""
+    wait = [1e3 * min(step["wait_seconds"], step["seconds"]) for step in steps]
+    names = [name for name in ("forward-backward", "optimizer") if all(name in step["times"] for step in steps)]
+    parts = {name: [1e3 * step["times"][name] for step in steps] for name in names}
+    parts["waiting for the update"] = wait
+    rest = [
+        max(0.0, 1e3 * step["seconds"] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)
+    ]
+    return {**parts, ("everything else" if names else "compute and everything else"): rest}
+
+
+def _lanes(run: RunData) -> str:
+    from deep_offload.report_charts import KINDS, lanes_chart
+
+    lanes = {name: timeline for name, timeline in run.lanes.items() if timeline.spans}
+    if not lanes:
+        return _nothing("the run wrote no trace: it did not end, or nothing is offloaded")
+    keys = "".join(f'<li><i style="background:var(--s{i})"></i>{escape(name)}</li>' for name, i in KINDS.values())
+    label = "Lanes over time, measured and predicted"
+    figure = f'<figure role="img" aria-label="{label}">{lanes_chart("lanes", lanes)}</figure>'
+    return f'<ul class="keys">{keys}</ul><div class="wide lanes">{figure}</div>'
+
+
+def _memory_charts(run: RunData) -> dict[str, str]:
+    from deep_offload.report_charts import Line, line_chart
+
+    steps = run.steps
+    names = {"host_peak": "host, peak of the process", "device": "device", "device_peak": "device, peak"}
+    found = [name for name in names if steps and all(name in step["memory"] for step in steps)]
+    if not found:
+        return {}
+    xs = [step["iteration"] for step in steps]
+    lines = [Line(names[name], xs, [step["memory"][name] / 2**30 for step in steps]) for name in found]
+    return {"Memory of the rank that logs": line_chart("memory", lines, "GiB", from_zero=True)}
+
+
+# -- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _predictions(run: RunData) -> str:
+    predicted, updates = run.start["predicted"], _updates(run.steps)
+    if not predicted:
+        return _nothing("nothing is offloaded, so nothing was predicted")
+    if not updates:
+        return _nothing("no update was measured")
+    measured = median(u["seconds"] for u in updates)
+    error = predicted["update_seconds"] / measured - 1 if measured else 0.0
+    rows = [
+        ["update", f"{1e3 * predicted['update_seconds']:.1f} ms", f"{1e3 * measured:.1f} ms", f"{100 * error:+.0f} %"],
+        ["lane that binds", predicted["binding_lane"], updates[-1]["lane"], ""],
+    ]
+    attributed = median(u["attributed"] for u in updates)
+    note = (
+        f"Rates of {predicted['profile']} ({predicted['profile_source']}). Of the measured update "
+        f"{100 * attributed:.1f} % has at least one lane at work."
+    )
+    return _table(["", "predicted", "measured (median)", "prediction is off by"], rows) + _nothing(note)
+
+
+def _state_bytes(run: RunData) -> str:
+    state = run.start["state_bytes"]
+    return _nothing(
+        f"Optimizer state of the rank: {format_bytes(state['host'])} on the host, {format_bytes(state['device'])} on "
+        "the device."
+    )
+
+
+def _placement(run: RunData) -> str:
+    """The lines of each start: a resumed run may be placed otherwise."""
+    parts, before = [], None
+    for start in run.of_kind("start"):
+        if start["placement"] != before:
+            when = datetime.fromtimestamp(start["time"]).strftime("%Y-%m-%d %H:%M:%S")
+            lines = "".join(f"<li>{escape(line)}</li>" for line in start["placement"])
+            parts.append(f"<h3>from {when}</h3><ul>{lines}</ul>")
+            before = start["placement"]
+    return "".join(parts)
+
+
+def _notes(run: RunData) -> str:
+    texts = list(dict.fromkeys(event["text"] for event in run.of_kind("note")))
+    if run.num_broken:
+        texts.append(f"{run.num_broken} lines of run.jsonl could not be read")
+    bad = [step["iteration"] for step in run.steps if step["skipped"] or step["nan"]]
+    if bad:
+        texts.append(f"iterations were skipped or not finite up to iteration {', '.join(map(str, bad[:20]))}")
+    if not texts:
+        return _nothing("none")
+    return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in texts) + "</ul>"
+
+
+def _evaluations(run: RunData) -> str:
+    rows = [
+        [str(e["iteration"]), e["split"], ", ".join(f"{name} {value:.4f}" for name, value in e["losses"].items())]
+        for e in run.of_kind("evaluation")
+    ]
+    return _table(["iteration", "split", "loss"], rows[-50:]) if rows else _nothing("no evaluation")
+
+
+def _checkpoints(run: RunData) -> str:
+    rows = [[str(e["iteration"]), f"{e['seconds']:.2f} s"] for e in run.of_kind("checkpoint")]
+    return (
+        _table(["checkpoint of iteration", "training stood still for"], rows[-50:])
+        if rows
+        else _nothing("no checkpoint")
+    )
+
+
+def _environment(environment: dict[str, Any]) -> str:
+    rows: list[list[str]] = []
+    for name, value in environment.items():
+        if isinstance(value, dict):
+            rows += [[key, str(text)] for key, text in value.items()]
+        elif value is not None:
+            rows.append([name, str(value)])
+    return _table(["", ""], rows)
+
+
+def _settings(config: dict[str, Any]) -> str:
+    parts = []
+    for section, values in config.items():
+        rows = [[name, json.dumps(value)] for name, value in values.items()]
+        parts.append(f"<details><summary>{escape(section)}</summary>{_table(['setting', 'value'], rows)}</details>")
+    return "".join(parts)

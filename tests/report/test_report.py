@@ -1,0 +1,179 @@
+"""Reports of runs on paper: everything is in the page, nothing leaves it, and broken or odd runs still get one."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from deep_offload.cli import main
+from deep_offload.plan.ops import Lane
+from deep_offload.report import report_html, write_report
+from deep_offload.report_run import read_run, thinned
+from tests.report.run_files import HOSTILE, start, step, whole_run, write_run
+
+pytest.importorskip("matplotlib", reason="reports are drawn by matplotlib")
+
+
+class _Page(HTMLParser):
+    """Collects addresses, ids and tags, and checks that tags are closed in order."""
+
+    VOID = {"meta", "link", "br", "use", "path", "rect", "img", "i"}
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "action", "srcset", "data"):
+                self.addresses.append(value or "")
+            if name == "id":
+                self.ids.append(value or "")
+
+
+@pytest.fixture
+def page(tmp_path) -> str:
+    return report_html(read_run(write_run(tmp_path / "run", whole_run())))
+
+
+def test_everything_is_there(page):
+    """Curves, time split, lanes, predictions, memory, placement, warnings, checkpoints, command and environment."""
+    for part in (
+        "finished",
+        "Loss",
+        "Learning rate",
+        "Gradient norm before clipping",
+        "An iteration, in parts",
+        "Busy share of each lane during the update",
+        "Lanes over time, measured and predicted",
+        "-25 %",
+        "Memory of the rank that logs",
+        "optimizer state: 8 subgroups",
+        "UserWarning",
+        "checkpoint of iteration",
+        "python pretrain_gpt.py",
+        "NCCL_DEBUG",
+        "num_layers",
+        "80 %, dram",
+    ):
+        assert part in page, part
+    assert page.count("<svg") == 8
+
+
+def test_nothing_comes_from_a_network(page):
+    """All addresses point into the page, there is no script, and the page forbids loading by itself."""
+    found = _Page(page)
+    assert all(address.startswith("#") or address == "data:," for address in found.addresses)
+    assert "script" not in found.tags and "img" not in found.tags
+    assert "default-src 'none'" in page and "@import" not in page
+    urls = set(re.findall(r"https?://[^\"'<> ]+", page))
+    assert urls <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+
+
+def test_text_of_a_run_is_text(page):
+    """Markup in a command, a note or a setting is shown, never obeyed; ids are unique and references meet them."""
+    assert HOSTILE not in page and "&lt;script&gt;" in page
+    found = _Page(page)
+    assert len(found.ids) == len(set(found.ids))
+    references = {a[1:] for a in found.addresses if a.startswith("#")} | set(re.findall(r"url\(#([^)]+)\)", page))
+    assert references and references <= set(found.ids)
+
+
+def test_colors_are_variables(page):
+    """Every color of a chart is a variable of the page, so that light and dark both work."""
+    charts = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert "var(--ink)" in charts and "var(--s0)" in charts
+    assert not re.findall(r"(?:stroke|fill): #[0-9a-f]{6}", charts)
+
+
+def test_a_run_that_died(tmp_path):
+    """Half a last line and no end: the page says so and shows what there is."""
+    folder = write_run(tmp_path / "run", whole_run()[:20], with_trace=False, tail='{"event": "st')
+    page = report_html(read_run(folder))
+    assert "still running, or it died" in page and "1 lines of run.jsonl could not be read" in page
+    assert "wrote no trace" in page
+
+
+def test_a_run_without_steps_or_offload(tmp_path):
+    """Nothing logged, nothing offloaded: sections say what is missing."""
+    folder = write_run(tmp_path / "run", [start(predicted=None)], with_trace=False)
+    page = report_html(read_run(folder))
+    assert "no step was logged" in page and "nothing was predicted" in page and "<svg" not in page
+
+
+def test_numbers_that_cannot_be_drawn(tmp_path):
+    """NaN losses, infinite norms and skipped steps are left out of curves and named."""
+    bad = [step(1), step(2, losses={"lm loss": float("nan")}, grad_norm=float("inf"), skipped=1), step(3, update=None)]
+    page = report_html(read_run(write_run(tmp_path / "run", [start(), *bad], with_trace=False)))
+    assert "iterations were skipped or not finite up to iteration 2" in page
+    assert "skipped iterations" in page
+
+
+def test_a_resumed_run(tmp_path):
+    """The second start counts, steps done again replace the first ones, and a new placement is shown beside the old."""
+    events = [start(), step(1), step(2, seconds=9.0), start(placement=["all resident"]), step(2), step(3)]
+    run = read_run(write_run(tmp_path / "run", events, with_trace=False))
+    assert [(s["iteration"], s["seconds"]) for s in run.steps] == [(1, 0.1), (2, 0.1), (3, 0.1)]
+    page = report_html(run)
+    assert "all resident" in page and "8 subgroups" in page
+
+
+def test_long_runs_stay_small(tmp_path):
+    """20000 steps make a page below 2 MB, and thinning keeps the highest and the lowest point."""
+    steps = [step(i) for i in range(1, 20001)]
+    page = report_html(read_run(write_run(tmp_path / "run", [start(), *steps], with_trace=False)))
+    assert len(page) < 2e6
+    xs, ys = list(range(5000)), [float(i == 3777) - float(i == 1234) for i in range(5000)]
+    kept_x, kept_y = thinned(xs, ys)
+    assert len(kept_x) <= 1200 and max(kept_y) == 1.0 and min(kept_y) == -1.0
+    assert kept_x == sorted(kept_x)
+
+
+def test_lanes_survive_the_file(tmp_path):
+    """The trace reads back into measured and predicted lanes with all their operations."""
+    run = read_run(write_run(tmp_path / "run", whole_run()))
+    assert set(run.lanes) == {"measured", "predicted"}
+    for timeline in run.lanes.values():
+        assert all(timeline.lane(lane) for lane in Lane)
+        assert len(timeline.spans) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "give the directory that training got as --run-dir"),
+        ("", "has no start of a run in 0 lines"),
+        ('{"event": "step"}\n', "it was not written by --run-dir"),
+        ("[]\nnonsense\n", "has no start of a run in 2 lines"),
+    ],
+)
+def test_directories_that_hold_no_run(tmp_path, capsys, text, message):
+    """One sentence and exit code 2."""
+    if text is not None:
+        (tmp_path / "run.jsonl").write_text(text)
+    assert main(["report", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_broken_trace_and_output(tmp_path):
+    """A trace that is no JSON and a file that cannot be written get one sentence each."""
+    folder = write_run(tmp_path / "run", whole_run())
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_report(folder, tmp_path / "no" / "such" / "folder.html")
+    (folder / "trace.json").write_text("{")
+    with pytest.raises(ValueError, match="remove it to make a report without lanes"):
+        read_run(folder)
+
+
+def test_command_writes_the_page(tmp_path, capsys):
+    """`report RUN_DIR` writes RUN_DIR/report.html and says where."""
+    folder = write_run(tmp_path / "run", whole_run())
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
