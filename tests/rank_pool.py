@@ -30,6 +30,10 @@ from typing import Any
 _REPOSITORY = str(Path(__file__).resolve().parents[1])
 
 
+RUNS_PER_START = 8
+"""New processes after so many runs: gloo's threads outlive their groups, and hundreds of them slow everything down."""
+
+
 class RankFailure(AssertionError):
     """A case failed. The message is the first error of all ranks, or where each rank stood when time was up."""
 
@@ -55,6 +59,7 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="rank_pool_")
         self._num_runs = 0
+        self._runs_since_start = 0
         atexit.register(self.close)
 
     def run(
@@ -71,8 +76,12 @@ class RankPool:
         """
         count = self.size if ranks is None else ranks
         assert 1 <= count <= self.size, f"the pool has {self.size} ranks, not {count}"
+        if self._runs_since_start >= RUNS_PER_START:
+            self.close()
         if not self._workers:
             self._start()
+            self._runs_since_start = 0
+        self._runs_since_start += 1
         self._num_runs += 1
         limit = self._timeout_s if timeout_s is None else timeout_s
         store = os.path.join(self._folder.name, f"store_{self._num_runs}")
