@@ -1,0 +1,68 @@
+"""`python -m deep_offload simulate`: questions that no machine here can answer, with their assumptions."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from deep_offload.cli import main
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path / "cache"))
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    try:
+        code = main(("simulate", *words))
+    except SystemExit as ending:
+        code = int(ending.code or 0)
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_70b_on_512_gpus(capsys):
+    """Layout, lanes, shares, days and every assumption, in seconds."""
+    started = time.process_time()
+    code, out, _ = run(capsys, "--model", "70b", "--gpus", "512", "--profile", "h100x8", "--tokens", "1e12")
+    assert code == 0 and time.process_time() - started < 10
+    for part in ("70.55 B parameters", "ranks: 512", "GPU share", "GPU-hours", "assumptions:", "estimates, not"):
+        assert part in out
+    assert "collectives between hosts: 45 GB/s a GPU" in out
+
+
+def test_faster_links_and_memory_are_faster(capsys):
+    """Twice the link and twice the memory shorten the update, and the answer says that they are only on paper."""
+
+    def update_ms(*words: str) -> float:
+        code, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--offload-gpu-share", "0.5", *words)
+        assert code == 0
+        return float(out.split("predicted update: ")[1].split(" ms")[0])
+
+    before = update_ms()
+    assert update_ms("--scale-link", "2", "--scale-dram", "2") < 0.6 * before
+    _, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--scale-link", "2")
+    assert "changed on paper: link x 2" in out and "link 110 GB/s up" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--scale-link", "0"), "--scale-link is 0.0, allowed are numbers from 0.01 to 100"),
+        (("--network-gb-per-s", "-1"), "--network-gb-per-s is -1.0, it must be more than 0"),
+        (("--gpus", "0"), "--gpus is '0'"),
+        (("--width", "3"), "--width is 3, it must be at least 10"),
+    ],
+)
+def test_nonsense_gets_one_sentence(capsys, words, message):
+    """What cannot be is refused with exit code 2 before anything is computed."""
+    code, out, err = run(capsys, "--model", "8b", "--profile", "h200", *words)
+    assert code == 2 and message in err
+
+
+def test_what_does_not_fit_says_so(capsys):
+    """70B on one GPU: exit code 2, with the assumptions all the same."""
+    code, out, _ = run(capsys, "--model", "70b", "--gpus", "1", "--profile", "h200")
+    assert code == 2 and "does not fit" in out and "assumptions:" in out
