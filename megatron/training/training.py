@@ -43,7 +43,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     """
     report_first = _report if ranks.is_first else _ignore
     tokenizer = tokenizer_of(config.data)
-    checkpointing = checkpointing or Checkpoints(config.checkpoint, _report, tokenizer.vocab_size)
+    checkpointing = checkpointing or Checkpoints(config.checkpoint, _report, _vocabulary_rows(config, tokenizer))
     config = config.with_vocab(tokenizer.vocab_size)
     source = check_data(config)
     _print_arguments(config, report_first)
@@ -81,6 +81,11 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     shut_down()
 
 
+def _vocabulary_rows(config: TrainingConfig, tokenizer: Tokenizer) -> int:
+    """Return the rows of the vocabulary that are no padding: a converted model may have more than its tokenizer."""
+    return config.data.unpadded_vocab_size or tokenizer.vocab_size
+
+
 def _run(trainer: Trainer, tokenizer: Tokenizer, report_first: Callable[[str], None]) -> None:
     if not trainer.config.lifecycle.skip_train and trainer.config.num_iterations:
         report_first("training ...")
@@ -93,7 +98,7 @@ def _run(trainer: Trainer, tokenizer: Tokenizer, report_first: Callable[[str], N
     trainer.end_record()
     _write_trace(trainer.optimizer, trainer.config.offload.offload_trace, report_first)
     if trainer.config.offload.log_state_digest:
-        digest = trainer.optimizer.state_digest(vocab_size=tokenizer.vocab_size)
+        digest = trainer.optimizer.state_digest(vocab_size=_vocabulary_rows(trainer.config, tokenizer))
         report_first(f"state digest: {digest}")
 
 
