@@ -83,7 +83,7 @@ OUTPUT=(
 trap '' "${EXIT_SIGNAL#SIG}"
 
 ARGUMENTS=("${MODEL[@]}" "${TRAIN[@]}" "${PARALLEL[@]}" "${OFFLOAD[@]}" "${INPUT[@]}" "${OUTPUT[@]}")
-PROGRAM=pretrain_gpt.py
+PROGRAM=${PROGRAM:-pretrain_gpt.py}              # or an entry point of your own that calls it
 cd "$REPOSITORY"
 
 if [ -n "${LAUNCHER:-}" ]; then
