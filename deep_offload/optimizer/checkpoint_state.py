@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS
 from deep_offload.optimizer.checkpoint_boxes import Area
 from deep_offload.optimizer.engine import OffloadEngine
-from deep_offload.optimizer.megatron_buffers import BufferMap
+from deep_offload.optimizer.megatron_buffers import BucketPlace, BufferMap
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 
 WEIGHT = "weight"
@@ -24,13 +24,15 @@ STATE_KINDS = (MASTER, EXP_AVG, EXP_AVG_SQ)
 
 @dataclass(frozen=True, slots=True)
 class OwnRange:
-    """Elements [start, end) of flat parameter `number` are this rank's; they lie in one subgroup."""
+    """Elements [start, end) of flat parameter `number` are this rank's; they lie in one subgroup and one bucket."""
 
     number: int
     start: int
     end: int
     subgroup: int
     subgroup_start: int
+    bucket: BucketPlace
+    bucket_start: int
 
 
 class ParamState:
@@ -55,12 +57,14 @@ class ParamState:
             subgroups.setdefault(s.shard, []).append(s)
         for number, pieces in enumerate(self._buffers.pieces):
             for piece in pieces:
+                bucket = self._buffers.shards[piece.shard].bucket
                 end = piece.shard_start + piece.numel
                 for s in subgroups[piece.shard]:
                     low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
                     if low < high:
                         at = piece.param_start + low - piece.shard_start
-                        yield OwnRange(number, at, at + high - low, s.index, low - s.start)
+                        place = bucket.start + low
+                        yield OwnRange(number, at, at + high - low, s.index, low - s.start, bucket, place)
 
     def read(self, where: OwnRange, kind: str, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of the flat parameter, inside `where`: weights in their type, states in fp32.

@@ -3,7 +3,7 @@
 Attributes read: DDP.{buffers, expert_parallel_buffers, bucket_groups, expert_parallel_bucket_groups, ddp_config,
 config};
 buffer.{buckets, param_index_map, data_parallel_group}; bucket.{param_data, grad_data, offset, params_list,
-gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch, grad_reduce_handle}.
+numel_unpadded, gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch, grad_reduce_handle}.
 `tests/optimizer/test_megatron_contract.py` names each, so that a new megatron-core breaks one file with one message.
 """
 
@@ -33,6 +33,20 @@ class ParamPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class BucketPlace:
+    """Bucket number `index` of buffer number `buffer`, counted over all chunks; the slice begins at element `start`.
+
+    dtypes: of parameters and gradients; numel: of the whole bucket without the padding at its end.
+    """
+
+    buffer: int
+    index: int
+    start: int
+    numel: int
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+
+@dataclass(frozen=True, slots=True)
 class BucketShard:
     """This data-parallel rank's slice of one bucket, with what is needed to reduce, gather and name it."""
 
@@ -41,6 +55,8 @@ class BucketShard:
     chunk_index: int
     group: torch.distributed.ProcessGroup
     """The data-parallel group whose ranks own the other slices."""
+    bucket: BucketPlace
+    """Where the slice lies in DDP's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,8 @@ def map_buffers(chunks: Sequence[DistributedDataParallel]) -> BufferMap:
     params: list[torch.nn.Parameter] = []
     pieces: list[list[ParamPiece]] = []
     numbers: dict[torch.nn.Parameter, int] = {}
+    buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
+    buffer_numbers = {id(buffer): number for number, buffer in enumerate(buffers)}
     for chunk_index, group, bucket, buffer in _buckets_in_forward_order(chunks):
         process_group = buffer.data_parallel_group
         numel = bucket.grad_data.numel() // process_group.size()
@@ -89,7 +107,14 @@ def map_buffers(chunks: Sequence[DistributedDataParallel]) -> BufferMap:
             bucket.grad_data.detach()[local],
             tuple(sorted(segments, key=lambda s: s.start)),
         )
-        shards.append(BucketShard(shard, group, chunk_index, process_group))
+        place = BucketPlace(
+            buffer_numbers[id(buffer)],
+            [id(b) for b in buffer.buckets].index(id(bucket)),
+            low - bucket.offset,
+            bucket.numel_unpadded,
+            (bucket.param_data.dtype, bucket.grad_data.dtype),
+        )
+        shards.append(BucketShard(shard, group, chunk_index, process_group, place))
     return BufferMap(tuple(shards), tuple(params), tuple(tuple(p) for p in pieces))
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from megatron.training import checkpointing_foreign as foreign
 from megatron.training import checkpointing_load as load
 from megatron.training.checkpointing_async import AsyncSave, Retention, has_room_for_copy
 from megatron.training.checkpointing_format import CheckpointReader
@@ -219,10 +220,20 @@ class Checkpoints:
             self._nothing_found()
             return
         self._report(f"loading checkpoint {place.folder} ...")
+        finetune = finetune or place.iteration == "release"
+        if load.agree(lambda: foreign.check_format(place.folder)) == "torch":
+            files = load.agree(lambda: foreign.read_torch_files(place.folder))
+            load.agree(lambda: foreign.load_torch_weights(files, trainer.chunks, trainer.optimizer.param_state))
+            trainer.optimizer.resume(0, None)
+            self._report(
+                "> loaded weights from Megatron's old torch format, which has no other state that is used here"
+            )
+            self._restore_run(trainer, place, files, finetune, None)
+            return
         if not load.verify(place.folder):
             self._report(f"{place.folder} has no checksums (another program wrote it): only sizes were compared")
         common = load.agree(lambda: load.read_common(place.folder))
-        self._load(trainer, place, common, finetune or place.iteration == "release")
+        self._load(trainer, place, common, finetune)
 
     def _nothing_found(self) -> None:
         config = self._config
@@ -239,23 +250,40 @@ class Checkpoints:
         trainer.optimizer.synchronize()
         metadata = common.get("content_metadata") or MODEL_METADATA
         state = model_state(trainer.chunks, metadata)
-        with_state = not finetune and not config.no_load_optim and load.has_training_state(reader)
-        if with_state:
+        wants_state = not finetune and not config.no_load_optim
+        what = "weights and optimizer"
+        if wants_state and load.has_training_state(reader):
             load.agree(lambda: load.load_training_state(reader, state, params))
             groups = common["optimizer"]["optimizer"]["param_groups"]
             steps = [int(g["step"]) for g in groups if g.get("step") is not None]
             trainer.optimizer.resume(max(steps, default=0), common["optimizer"].get("grad_scaler"))
+        elif wants_state and foreign.has_bucket_state(reader):
+            load.agree(lambda: load.load_weights_alone(reader, state, params))  # what no optimizer trains
+            trainer.optimizer.resume(*load.agree(lambda: foreign.load_bucket_state(reader, params)))
         else:
             load.agree(lambda: load.load_weights_alone(reader, state, params))
             trainer.optimizer.resume(0, None)
-        lines = [f"loaded {'weights and optimizer' if with_state else 'weights, the optimizer starts anew'}"]
+            what = "weights, the optimizer starts anew"
+        self._report(f"> loaded {what}")
+        self._restore_run(trainer, place, common, finetune, reader)
+
+    def _restore_run(
+        self,
+        trainer: Trainer,
+        place: load.Found,
+        common: dict[str, Any],
+        finetune: bool,
+        reader: CheckpointReader | None,
+    ) -> None:
+        """Iteration, samples, schedule and random numbers, unless the run starts at 0."""
+        lines: list[str] = []
         if finetune:
             lines.append("iteration and samples start at 0")
         else:
             self._restore_progress(trainer, place, common, lines)
             self._iteration = trainer.state.iteration
-            restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), config)
-            if not config.no_load_rng:
+            restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), self._config)
+            if reader is not None and not self._config.no_load_rng:
                 self._restore_rng(reader, lines)
         for line in lines:
             self._report(f"> {line}")

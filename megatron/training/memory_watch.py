@@ -29,7 +29,7 @@ class MemoryWatch:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", script, str(os.getpid()), str(rank), str(planned_bytes), where],
+            [sys.executable, "-S", "-c", script, str(os.getpid()), str(rank), str(planned_bytes), where],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # signals of the terminal and of the launcher are not for it

@@ -64,7 +64,7 @@ def _train_with_a_bad_gradient(argv, step, bad):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_gradient_that_is_not_finite_leaves_a_directory(pool, tmp_path, ranks):
-    """The update is skipped, state stays finite, training goes on; what, where and how to replay is in the directory."""
+    """The update is skipped, state stays finite, training goes on; what, where and the replay are in the directory."""
     argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 2 --exit-interval 5")
     results = pool.run(_train_with_a_bad_gradient, argv, 3, float("nan"), ranks=ranks)
     assert all(finite for _, finite in results)
