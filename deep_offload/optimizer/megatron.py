@@ -251,8 +251,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self.synchronize()
         read = None
         if not is_loading:
-            state = [self._engine.read_state(i) for i in range(len(self._engine.layout.subgroups))]
-            read = lambda number, name: self._gather(number, name, state)  # noqa: E731
+            read = self._gather
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         scaler = None if self._scaler is None else self._scaler.state_dict()
         return {
@@ -402,18 +401,17 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self.synchronize()
         number_of = self._buffers.number_of()
         hasher = EntryHasher()
-        state = [self._engine.read_state(i) for i in range(len(self._engine.layout.subgroups))]
         for named in named_params(self._chunks):
             if named.is_tied_copy:
                 continue
             number = number_of[named.param]
-            tensors = {"param": self._gather(number, None, state)}
-            tensors.update({name: self._gather(number, name, state) for name in STATE_NAMES})
+            tensors = {"param": self._gather(number, None)}
+            tensors.update({name: self._gather(number, name) for name in STATE_NAMES})
             for kind, local in tensors.items():
                 hasher.add(named.name, kind, full_tensor(named, local, vocab_size))
         return sorted(set(_all_entries(hasher.finish())))
 
-    def _gather(self, number: int, name: str | None, state: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    def _gather(self, number: int, name: str | None) -> torch.Tensor:
         """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its
         weights."""
         param = self._buffers.params[number]
@@ -424,7 +422,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
                 low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
                 source = self._buffers.shards[piece.shard].shard.param[low:high]
                 if name is not None:
-                    source = state[s.index][name][low - s.start : high - s.start]
+                    source = self._engine.read_state(s.index, low - s.start, high - s.start)[name]
                 at = piece.param_start + low - piece.shard_start
                 flat[at : at + high - low].copy_(source)
         group = self._buffers.shards[0].group
