@@ -83,6 +83,9 @@ def test_offload_is_invisible(train, case):
         assert (moved["cpu_params"] > 0) == ("share 1" not in line)
     if training["overlap"] != "no overlap" and "pp2" not in training["layout"]:
         assert all(o.num_buckets >= 4 for o in want)
+    # With several data-parallel ranks gradients are final in backward only where their reduction overlaps it.
+    reduces_after_backward = "dp" in training["layout"] and training["overlap"] == "no overlap"
+    assert all((o.early > 0) != reduces_after_backward for outcomes in got for o in outcomes)
 
 
 def test_the_cover_is_a_cover():
