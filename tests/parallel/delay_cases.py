@@ -1,0 +1,78 @@
+"""In a rank: training with lanes and collectives slowed down at random, or with a wait left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from megatron.core.distributed import param_and_grad_buffer
+
+from deep_offload.optimizer import megatron_buffers
+from deep_offload.runtime.lanes import HostDevice
+from deep_offload.runtime.worker import SubgroupWorker
+from tests.parallel.parallel_cases import Outcome, run_all
+
+LANES = ("grad_flush", "prefetch", "update_cpu", "update_gpu", "flush", "param_h2d")
+COLLECTIVES = ("dist_reduce_scatter_func", "dist_all_gather_func")
+
+
+def delayed(command_lines: list[str], cache: str, what: str, seconds: float) -> list[Outcome]:
+    """what: a lane's work or a collective, by name. Each call sleeps up to `seconds`, another time on each rank."""
+    return run_all(command_lines, cache, lambda _outcome: slow_down(what, seconds))
+
+
+@contextlib.contextmanager
+def slow_down(what: str, seconds: float) -> Iterator[None]:
+    """Sleep before each such op, by random numbers of this rank."""
+    owner = SubgroupWorker if what in LANES else param_and_grad_buffer
+    original, luck = getattr(owner, what), random.Random(os.getpid())
+
+    def late(*arguments: Any, **options: Any) -> Any:
+        time.sleep(luck.random() * seconds)
+        return original(*arguments, **options)
+
+    with mock.patch.object(owner, what, late):
+        yield
+
+
+def without_waiting_for_collectives(command_lines: list[str], cache: str) -> list[Outcome]:
+    """The flush of a gradient does not wait for its reduction. Nothing else changes."""
+
+    def wait(self, lane, done):
+        done.issued.wait()
+
+    return run_all(command_lines, cache, lambda _outcome: mock.patch.object(HostDevice, "wait", wait))
+
+
+def waiting_twice(command_lines: list[str], cache: str) -> list[Outcome]:
+    """gloo's reductions are waited for each time, and the flush comes late: after the sums over other groups."""
+    return run_all(command_lines, cache, lambda _outcome: _twice())
+
+
+class _EveryTime:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+@contextlib.contextmanager
+def _twice() -> Iterator[None]:
+    original: Callable[..., None] = HostDevice.wait
+
+    def wait(self, lane, done):
+        if done.works:
+            time.sleep(0.05)
+        original(self, lane, done)
+
+    with (
+        mock.patch.object(megatron_buffers, "_WaitOnce", _EveryTime),
+        mock.patch.object(HostDevice, "wait", wait),
+    ):
+        yield
