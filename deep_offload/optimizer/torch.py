@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels.reference import HOLD
 from deep_offload.kernels.scalars import AdamClass
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
-from deep_offload.optimizer.flat_params import flatten_params
+from deep_offload.optimizer.flat_params import flatten_params, local
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
 from deep_offload.plan.storage import MASTER
 
@@ -32,6 +33,9 @@ class InterleavedAdamW(torch.optim.Optimizer):
     use it
     where one backward makes a step. A gradient that is not finite skips the step when max_grad_norm or loss_scale is
     given.
+
+    Parameters that FSDP2's `fully_shard` has sharded are updated in place, each rank its part, clipped by the norm of
+    all parts. Their state dict holds this rank's parts; make the optimizer after `fully_shard`.
 
     A parameter written between steps by in-place operations refreshes its master; after writing through `p.data`, which
     torch does not record, call `refresh_masters()`. A parameter whose grad is None is skipped, like in torch.
@@ -69,7 +73,6 @@ class InterleavedAdamW(torch.optim.Optimizer):
         )
         self._steps = [0] * len(self._params)
         self._flushed_version: dict[int, int] = {}
-        self._runs = counted_runs([[(s.start, s.end, True) for s in shard.segments] for shard in self._flat.shards])
         for number, p in enumerate(self._params):
             p.register_post_accumulate_grad_hook(self._grad_hook(number))
         self._remember_versions()
@@ -101,6 +104,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
         if classes:
             self._engine.update(classes, class_of, scale)
             self._engine.wait_until_reusable()
+            self._write_sharded_params()
         else:
             self._engine.skip_update()
         self._flushed_version.clear()
@@ -167,7 +171,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._remember_versions()
 
     def _param_state(self, number: int) -> dict[str, torch.Tensor]:
-        p = self._params[number]
+        p = local(self._params[number])
         state = {name: torch.empty(p.numel(), dtype=torch.float32) for name in STATE_NAMES}
         for i, offset, start, count in self._pieces(number):
             for name, tensor in self._engine.read_state(i).items():
@@ -176,12 +180,12 @@ class InterleavedAdamW(torch.optim.Optimizer):
         return {"step": torch.tensor(float(self._steps[number])), **out}
 
     def _load_param(self, number: int, saved: dict[str, Any] | None) -> None:
-        p = self._params[number]
+        p = local(self._params[number])
         self._steps[number] = int(saved["step"]) if saved else 0
         for i, offset, start, count in self._pieces(number):
             for name in STATE_NAMES:
                 if saved is not None and name in saved:
-                    values = saved[name].reshape(-1)[start : start + count].to(torch.float32)
+                    values = local(saved[name]).reshape(-1)[start : start + count].to(torch.float32)
                     self._engine.write_state(i, name, offset, values)
                 elif name == MASTER:
                     self._engine.refresh_master(i, offset, offset + count)
@@ -194,7 +198,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
     def _pieces(self, number: int) -> list[tuple[int, int, int, int]]:
         """(subgroup, offset in it, start in the flat parameter, elements) of a parameter."""
         shard, start = self._flat.where[number]
-        end = start + self._params[number].numel()
+        end = start + local(self._params[number]).numel()
         pieces = []
         for s in self._engine.subgroups_of(shard, start, end):
             low, high = max(s.start, start), min(s.start + s.numel, end)
@@ -205,6 +209,8 @@ class InterleavedAdamW(torch.optim.Optimizer):
         view = self._flat.grad_views[number]
 
         def hook(p: torch.nn.Parameter) -> None:
+            if self._flat.is_sharded[number]:
+                return  # FSDP's reduction may still run on another stream: `step` collects it
             if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
                 self._engine.wait_until_reusable()  # write after read: lanes may still read the last gradient
                 view.copy_(p.grad)
@@ -240,7 +246,9 @@ class InterleavedAdamW(torch.optim.Optimizer):
                 raise ValueError(
                     f"the gradient of a parameter of shape {tuple(p.shape)} is sparse: only dense ones are updated"
                 )
-            if p.grad.data_ptr() != view.data_ptr():
+            if self._flat.is_sharded[number]:
+                view.copy_(local(p.grad))
+            elif p.grad.data_ptr() != view.data_ptr():
                 view.copy_(p.grad)
                 p.grad = view
         stale = [n for n, version in self._flushed_version.items() if self._flat.grad_views[n]._version != version]
@@ -252,22 +260,36 @@ class InterleavedAdamW(torch.optim.Optimizer):
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale
         if self.max_grad_norm is None and self.loss_scale is None:
             return scale
-        grads, runs = [s.grad for s in self._flat.shards], self._runs
-        if any(p.grad is None for p in self._params):
-            runs = counted_runs(
-                [
-                    [(s.start, s.end, self._params[s.param].grad is not None) for s in x.segments]
-                    for x in self._flat.shards
-                ]
-            )
-        device = self._flat.shards[0].grad.device
-        norm = math.sqrt(total) if math.isfinite(total := sum_of_squares(grads, runs, device).item()) else total
+        total = self._sum_of_squares(sharded=False)
+        if self._flat.group is not None:
+            parts = self._sum_of_squares(sharded=True)
+            dist.all_reduce(parts, group=self._flat.group)
+            total += parts
+        norm = math.sqrt(squares) if math.isfinite(squares := total.item()) else squares
         self.last_grad_norm = norm * scale
         if not math.isfinite(self.last_grad_norm):
             return None
         if self.max_grad_norm is None:
             return scale
         return min(1.0, self.max_grad_norm / (self.last_grad_norm + 1e-6)) * scale
+
+    def _sum_of_squares(self, sharded: bool) -> torch.Tensor:
+        """fp64 [1]: of this rank's gradients, of the parameters that are sharded or of those that are not."""
+        runs = counted_runs(
+            [
+                [
+                    (
+                        s.start,
+                        s.end,
+                        self._params[s.param].grad is not None and self._flat.is_sharded[s.param] == sharded,
+                    )
+                    for s in x.segments
+                ]
+                for x in self._flat.shards
+            ]
+        )
+        grads = [s.grad for s in self._flat.shards]
+        return sum_of_squares(grads, runs, grads[0].device)
 
     def _classes(self) -> tuple[list[AdamClass], list[int]]:
         classes: dict[AdamClass, int] = {}
@@ -291,9 +313,12 @@ class InterleavedAdamW(torch.optim.Optimizer):
 
     def _follow_written_params(self) -> None:
         for number, p in enumerate(self._params):
-            shard, start = self._flat.where[number]
-            home = self._flat.shards[shard].param[start : start + p.numel()].view(p.shape)
-            if p.data_ptr() != home.data_ptr():  # `p.data = other`: take its value in and come home
+            home, here = self._home(number), local(p)
+            if self._flat.is_sharded[number]:
+                if here._version == self._versions[number]:
+                    continue
+                home.copy_(here)
+            elif p.data_ptr() != home.data_ptr():  # `p.data = other`: take its value in and come home
                 home.copy_(p)
                 p.data = home
             elif p._version == self._versions[number]:
@@ -302,7 +327,18 @@ class InterleavedAdamW(torch.optim.Optimizer):
                 self._engine.refresh_master(i, offset, offset + count)
 
     def _remember_versions(self) -> None:
-        self._versions = [p._version for p in self._params]
+        self._versions = [local(p)._version for p in self._params]
+
+    def _home(self, number: int) -> torch.Tensor:
+        """The parameter's view in the flat buffer, in the shape that it has on this rank."""
+        shard, start = self._flat.where[number]
+        shape = local(self._params[number]).shape
+        return self._flat.shards[shard].param[start : start + shape.numel()].view(shape)
+
+    def _write_sharded_params(self) -> None:
+        for number, p in enumerate(self._params):
+            if self._flat.is_sharded[number] and p.grad is not None:
+                local(p).copy_(self._home(number))
 
 
 def _check_params(params: list[torch.nn.Parameter], loss_scale: float | None) -> None:

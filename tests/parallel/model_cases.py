@@ -103,5 +103,3 @@ def _decoupled(outcome: Outcome) -> Iterator[None]:
 
     with mock.patch.object(DeepOffloadOptimizer, "close", look), _followed(outcome, 0.5):
         yield
-
-

@@ -1,0 +1,96 @@
+"""In a rank: a small model under FSDP2's fully_shard, trained with InterleavedAdamW."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from deep_offload.config import OffloadConfig
+from deep_offload.optimizer.torch import InterleavedAdamW
+
+STEPS = 6
+CLIP = 0.3
+
+
+def make_model(dtype: torch.dtype) -> torch.nn.Sequential:
+    """Layers whose rows divide by 2 and layers whose rows do not."""
+    torch.manual_seed(5)
+    sizes = (24, 40, 33, 17)
+    layers = [m for a, b in zip(sizes, sizes[1:]) for m in (torch.nn.Linear(a, b), torch.nn.LayerNorm(b))]
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def batch(step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """Another one on each rank."""
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank)).to(dtype)
+
+
+def settings(**options) -> OffloadConfig:
+    """Several subgroups, borders inside parameters."""
+    return OffloadConfig(
+        interleaved_offload=True, offload_subgroup_numel=200, offload_cpu_threads=1, offload_num_slots=2, **options
+    )
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> list[float]:
+    """STEPS steps on this rank's batches; returns the norms before clipping."""
+    norms = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(step, dist.get_rank(), dtype)).float().square().mean() * 10
+        loss.backward()
+        if isinstance(optimizer, InterleavedAdamW):
+            optimizer.step()
+            norms.append(optimizer.last_grad_norm)
+        else:
+            total = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            norms.append(float(total.full_tensor()))
+            optimizer.step()
+    return norms
+
+
+def run(cache: str, dtype_name: str, placements: list[dict]) -> dict:
+    """Train the same model for each placement, and with torch's AdamW: full weights, states and norms of each."""
+    os.environ["DEEP_OFFLOAD_CACHE"] = cache
+    dtype = getattr(torch, dtype_name)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    start = make_model(dtype)
+    groups = dict(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    results = {}
+    for number in range(len(placements) + 1):
+        model = copy.deepcopy(start)
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if number == len(placements):
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **groups)
+        else:
+            offload = settings(**placements[number])
+            optimizer = InterleavedAdamW(model.parameters(), offload=offload, max_grad_norm=CLIP, **groups)
+        norms = train(model, optimizer, dtype)
+        weights = [p.full_tensor().detach() for p in model.parameters()]
+        states = {}
+        if isinstance(optimizer, InterleavedAdamW):
+            states = optimizer.state_dict()["state"]
+            states["traffic"] = optimizer.traffic
+            optimizer.close()
+        results[number] = (weights, states, norms)
+    return results
+
+
+def refused(cache: str) -> str:
+    """A mesh of two dimensions is refused in one sentence."""
+    os.environ["DEEP_OFFLOAD_CACHE"] = cache
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    model = make_model(torch.float32)
+    fully_shard(model, mesh=mesh)
+    try:
+        InterleavedAdamW(model.parameters(), offload=settings())
+    except ValueError as error:
+        return str(error)
+    return ""

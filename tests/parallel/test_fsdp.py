@@ -1,0 +1,41 @@
+"""InterleavedAdamW over parameters that FSDP2 has sharded over two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.parallel import fsdp_cases
+
+PLACEMENTS = [
+    dict(offload_resident_fraction=1.0),
+    dict(offload_resident_fraction=0.0, offload_gpu_share=0.5),
+    dict(offload_resident_fraction=0.3, offload_gpu_share=0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_parameters(pools, cache, dtype):
+    """Every placement has the resident run's bits on both ranks; weights and norms are those of torch's own AdamW."""
+    for results in pools(2).run(fsdp_cases.run, cache, dtype, PLACEMENTS):
+        weights, states, norms = results[0]
+        for number in (1, 2):
+            got_weights, got_states, got_norms = results[number]
+            assert got_norms == norms
+            assert all(torch.equal(a, b) for a, b in zip(got_weights, weights, strict=True))
+            assert got_states.pop("traffic")["cpu_params"] > 0
+            for index, state in got_states.items():
+                for name, tensor in state.items():
+                    assert torch.equal(tensor, states[index][name]), f"{name} of {index}"
+        torch_weights, _, torch_norms = results[len(PLACEMENTS)]
+        assert max(norms) > fsdp_cases.CLIP
+        assert norms == pytest.approx(torch_norms, rel=1e-5 if dtype == "float32" else 2e-2)
+        tolerance = 2e-5 if dtype == "float32" else 2e-2
+        for mine, theirs in zip(weights, torch_weights, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_mesh_of_two_dimensions_is_refused(pools, cache):
+    """One sentence that says what is allowed."""
+    for message in pools(2).run(fsdp_cases.refused, cache):
+        assert "mesh of one dimension" in message
