@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 
 import pytest
 
@@ -18,11 +19,12 @@ image = pytest.importorskip("matplotlib.image", reason="reports are drawn by mat
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 
-# Runs in a copy of the page that allows scripts, and leaves what it found in the title.
+# Runs in a copy of the page that allows scripts, in a frame as narrow as a phone (windows are not), and leaves what it
+# found in the title of the page around it.
 PROBE = """<script>addEventListener("load", () => {
 const box = element => element.getBoundingClientRect();
 const texts = [...document.querySelectorAll("svg text")].filter(t => box(t).width > 0);
-document.title = JSON.stringify({
+parent.document.title = JSON.stringify({
   width: innerWidth, scroll: document.documentElement.scrollWidth,
   charts: [...document.querySelectorAll("svg")].filter(s => box(s).width > 250 && box(s).height > 100).length,
   smallest: Math.min(...texts.map(t => parseFloat(getComputedStyle(t).fontSize)
@@ -70,10 +72,13 @@ def test_renders(page, tmp_path, width, is_dark):
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_is_readable(page, tmp_path, width, is_dark):
     """Nothing sticks out sideways, every chart has a size, letters are 8 pixels or more, and contrast is strong."""
+    html = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text()).replace("</body>", PROBE + "</body>")
     probed = tmp_path / "probed.html"
-    html = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text())
-    probed.write_text(html.replace("</body>", PROBE + "</body>"))
-    result = chromium(scheme(is_dark), f"--window-size={width},1600", "--dump-dom", probed.as_uri())
+    probed.write_text(
+        "<!doctype html><html><head><meta name='color-scheme' content='light dark'></head><body>"
+        f'<iframe width={width} height=1600 style="border: 0" srcdoc="{escape(html, quote=True)}"></iframe>'
+    )
+    result = chromium(scheme(is_dark), "--window-size=1400,1700", "--dump-dom", probed.as_uri())
     title = re.search(r"<title>(.*?)</title>", result.stdout, re.DOTALL)
     found = json.loads(title[1])
     assert found["width"] == width
