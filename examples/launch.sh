@@ -78,9 +78,10 @@ OUTPUT=(
     --distributed-timeout-minutes 30
 )
 
-# An ignored signal stays ignored in programs that are started later: without this the signal that asks for a
-# checkpoint would end torchrun, and ranks that still import. Training sets its own handler.
-trap '' "${EXIT_SIGNAL#SIG}"
+# SLURM signals every process of a step. It would end torchrun, and ranks that still import: so tasks ignore it at
+# first (an ignored signal stays ignored in programs that are started later), and training sets a handler of its own.
+# The trap stands inside the task, because SLURM gives tasks fresh signal handlers.
+export EXIT_SIGNAL
 
 ARGUMENTS=("${MODEL[@]}" "${TRAIN[@]}" "${PARALLEL[@]}" "${OFFLOAD[@]}" "${INPUT[@]}" "${OUTPUT[@]}")
 PROGRAM=${PROGRAM:-pretrain_gpt.py}              # or an entry point of your own that calls it
@@ -91,12 +92,13 @@ if [ -n "${LAUNCHER:-}" ]; then
 elif [ "$START" = srun ]; then
     # Rank and world size come from SLURM's own variables. --kill-on-bad-exit: one dead rank ends all.
     srun --ntasks="$((NUM_NODES * GPUS))" --ntasks-per-node="$GPUS" --kill-on-bad-exit=1 \
-        "$PYTHON" "$PROGRAM" "${ARGUMENTS[@]}" "$@"
+        bash -c 'trap "" "${EXIT_SIGNAL#SIG}"; exec "$@"' task "$PYTHON" "$PROGRAM" "${ARGUMENTS[@]}" "$@"
 elif [ -n "${SLURM_JOB_ID:-}" ]; then
     export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
     export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
     # One task a node: in it SLURM_NODEID is the node's number, and torchrun gives the ranks.
     srun --ntasks="$NUM_NODES" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c '
+        trap "" "${EXIT_SIGNAL#SIG}"
         python=$1 nodes=$2 gpus=$3; shift 3
         exec "$python" -m torch.distributed.run --nnodes "$nodes" --nproc_per_node "$gpus" \
             --node_rank "$SLURM_NODEID" --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$@"
