@@ -202,10 +202,9 @@ def script_case(cell: Cell) -> list[str]:
         lines.append("    # All state fits beside them: offload is not needed and would gain nothing.")
         budget = "none"
     else:
-        resident = f"{100 * choice.resident_fraction:.0f} %"
+        host, resident = gib(stage.host_bytes * cell.num_gpus), f"{100 * choice.resident_fraction:.0f} %"
         lines += [
-            f"    # Host: {gib(stage.host_bytes * cell.num_gpus)} GiB of the node, pinned: {resident} of the state stay "
-            "on the GPU; of the rest the",
+            f"    # Host: {host} GiB of the node, pinned: {resident} of the state stay on the GPU; of the rest the",
             f"    # planner expects the GPU to update {100 * choice.gpu_share:.0f} % (bound by {choice.binding_lane}).",
         ]
         budget = str(cell.budget_gib)

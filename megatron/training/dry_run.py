@@ -74,7 +74,9 @@ def _with_vocab(config: TrainingConfig) -> TrainingConfig:
         return config
     data = config.data
     if data.tokenizer_type is None and data.vocab_size is None:
-        raise ValueError("the size of the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size")
+        raise ValueError(
+            "the size of the vocabulary is not known: give --tokenizer-type and its files, or --vocab-size"
+        )
     if data.tokenizer_type is None:
         return config.with_vocab(data.vocab_size)
     tokenizer = build_tokenizer(

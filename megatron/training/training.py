@@ -216,7 +216,8 @@ def _print_memory(optimizer: DeepOffloadOptimizer, device: torch.device, report:
     """Print bytes of state on this rank and the peaks of the process."""
     host, on_device = optimizer.memory_bytes()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    line = f"> memory: optimizer state {gibibytes(host)} host, {gibibytes(on_device)} device; peak host {gibibytes(peak)}"
+    line = f"> memory: optimizer state {gibibytes(host)} host, {gibibytes(on_device)} device; "
+    line += f"peak host {gibibytes(peak)}"
     if device.type == "cuda":
         line += f", peak device {gibibytes(torch.cuda.max_memory_allocated(device))}"
     report(line)
