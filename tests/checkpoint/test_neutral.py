@@ -119,6 +119,7 @@ def _save_torch_file(argv, folder):
     """Write what Megatron-LM's --ckpt-format torch writes, from a run's weights."""
     run = Run(argv)
     run.train()
+    run.optimizer.synchronize()
     place = Path(folder, "iter_0000003", f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}")
     place.mkdir(parents=True)
     model = {k: v.clone() for k, v in unwrap_model(run.trainer.chunks[0]).state_dict().items() if v is not None}
