@@ -30,10 +30,12 @@ def build_engine(
     warn: Callable[[str], None],
     log: Callable[[str], None],
     late_params: Collection[int] = (),
+    cores: float | None = None,
 ) -> tuple[OffloadEngine, list[str]]:
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
-    shards in forward order; late_params: as `OffloadEngine` takes them.
+    shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
+    for an equal part of those that this process may use.
     Raises ValueError with numbers, before any large allocation, when state does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
@@ -44,8 +46,9 @@ def build_engine(
     layout = build_layout(specs, auto_subgroup_numel(sum(s.numel for s in specs)) if numel == "auto" else numel)
     ranks = ranks_on_this_node()
     limits = read_host_limits()
+    cores = limits.cores / ranks if cores is None else cores
     threads = config.offload_cpu_threads
-    num_threads = cpu_update_threads(limits.cores, ranks, on_gpu) if threads == "auto" else threads
+    num_threads = cpu_update_threads(max(1, int(cores)), 1, on_gpu) if threads == "auto" else threads
     profile = _profile(config, device, num_threads, ranks, log)
     grad_dtypes = {s.grad.dtype for s in shards if s.grad.dtype.itemsize == 2}
     choice = choose_placement(
@@ -76,7 +79,10 @@ def build_engine(
             choice.predicted_update_seconds,
             choice.binding_lane,
         )
-    return engine, _describe(engine, layout, choice, profile, config, limits)
+    lines = _describe(engine, layout, choice, profile, config, limits)
+    if config.interleaved_offload and cores < 1:
+        lines.append(_few_cores(cores, choice.predicted_update_seconds))
+    return engine, lines
 
 
 def _profile(
@@ -115,6 +121,15 @@ def _host_limit(config: OffloadConfig, limits: HostLimits, ranks: int) -> int | 
         return share
     budget = int(config.offload_host_budget_gib * GIB)
     return budget if share is None else min(budget, share)
+
+
+def _few_cores(cores: float, seconds: float) -> str:
+    """The rates were measured with all ranks at work, so that the prediction holds the price."""
+    return (
+        f"warning: {cores:.2g} cores per rank: ranks take turns on a core, so an update is predicted to take "
+        f"{seconds * 1e3:.1f} ms, about {seconds * cores * 1e3:.1f} ms with a core for each: start fewer ranks on this "
+        "node or let them use more cores"
+    )
 
 
 def _describe(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 
@@ -14,6 +17,7 @@ from deep_offload.config import OffloadConfig
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
+from deep_offload.runtime.limits import fair_cores
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 
@@ -50,8 +54,19 @@ def build_optimizer(
             warn=warnings.warn,
             log=log,
             late_params=late_params(model_chunks, buffers),
+            cores=_cores_of_this_rank(),
         )
     return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines)
+
+
+def _cores_of_this_rank() -> float:
+    """Its share of the node's cores, by what each rank of the node may run on; a collective over all ranks."""
+    mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
+    everyone: list[Any] = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    return fair_cores(mine[1], [cores for host, cores in everyone if host == mine[0]])
 
 
 def build_param_groups(

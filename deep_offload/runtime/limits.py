@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def ranks_on_this_node() -> int:
         if value.isdigit() and int(value) > 0:
             return int(value)
     return 1
+
+
+def fair_cores(mine: Collection[int], everyone: Sequence[Collection[int]]) -> float:
+    """Cores that one rank has if all ranks of its node work: each core shared by the ranks that may run on it.
+
+    mine: numbers of the cores that this rank may use; everyone: the same of all ranks of the node, this one included.
+    """
+    return sum(1.0 / sum(core in others for others in everyone) for core in mine)
 
 
 def cpu_update_threads(cores: int, ranks: int, has_gpu: bool) -> int:

@@ -1,0 +1,69 @@
+"""A rank that fails takes the job down soon, with the first error shown; too few cores are said once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deep_offload.runtime.limits import fair_cores
+from tests.parallel.parallel_cases import COMMON, LLAMA
+
+SCRIPT = str(Path(__file__).with_name("faulty_rank.py"))
+FLAGS = f"{LLAMA} {COMMON} --bf16 --train-iters 5 --global-batch-size 4 --overlap-grad-reduce --offload-gpu-share 0.5"
+
+
+def torchrun(script: str, flags: str, env: dict[str, str], prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    """Two ranks of this machine; output and errors together."""
+    command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
+    return subprocess.run(
+        [*command, *flags.split()],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("fault", "shown"), [("raises", "a planted fault"), ("killed", "Signal 9 (SIGKILL)")])
+def test_a_failing_rank_ends_the_job(tmp_path, cache, layout, fault, shown):
+    """Within a minute of the fault all ranks are gone, the exit code is not 0 and the cause stands in the output."""
+    moment = tmp_path / "moment"
+    env = {"FAULT": fault, "FAULT_TIME": str(moment), "DEEP_OFFLOAD_CACHE": cache}
+    done = torchrun(SCRIPT, f"{FLAGS} {layout} --offload-resident-fraction 0", env)
+    assert time.time() - float(moment.read_text()) < 60
+    assert done.returncode != 0
+    assert shown in done.stdout
+    assert "iteration        2/" in done.stdout
+
+
+def test_too_few_cores_are_said_once(cache):
+    """Two ranks pinned to one core: one warning with cores per rank and the predicted cost."""
+    script = str(Path(SCRIPT).parents[2] / "pretrain_gpt.py")
+    core = str(min(os.sched_getaffinity(0)))
+    flags = f"{FLAGS} --train-iters 2 --offload-resident-fraction 0"
+    done = torchrun(script, flags, {"DEEP_OFFLOAD_CACHE": cache}, ("taskset", "-c", core))
+    assert done.returncode == 0, done.stdout[-2000:]
+    warnings = [line for line in done.stdout.splitlines() if "cores per rank" in line]
+    assert len(warnings) == 1
+    assert "0.5 cores per rank" in warnings[0] and "predicted" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("mine", "everyone", "cores"),
+    [
+        ({0, 1}, [{0, 1}] * 8, 0.25),
+        ({3}, [{2}, {3}], 1.0),
+        ({0}, [{0}, {0}], 0.5),
+        ({0, 1, 2, 3}, [{0, 1, 2, 3}, {2, 3}], 3.0),
+    ],
+)
+def test_share_of_the_cores(mine, everyone, cores):
+    """A core counts for as many ranks as may run on it: 8 ranks on 2 cores, ranks pinned apart, to one, overlapping."""
+    assert fair_cores(mine, everyone) == cores
