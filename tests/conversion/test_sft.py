@@ -148,14 +148,35 @@ def words(ours, file, *more):
 
 def test_training_runs(converted, file):
     """pretrain_gpt.py --sft trains on chats with offload: the loss falls, validation runs."""
-    ours = converted("llama3").ours
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words(ours, file), "--finetune", "--load", str(ours)]
-    command += ["--log-interval", "1", "--interleaved-offload", "--offload-resident-fraction", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    losses = [float(word) for word in re.findall(r"lm loss: (\S+)", done.stdout)]
+    printed = train(converted("llama3").ours, file)
+    losses = losses_of(printed)
     assert len(losses) == 6 and losses[-1] < losses[0]
-    assert "chats for training: 6" in done.stdout and "lm loss value" in done.stdout
+    assert "chats for training: 6" in printed and "lm loss value" in printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [("--tensor-model-parallel-size", "2"), ("--pipeline-model-parallel-size", "2")])
+def test_layouts_train_alike(converted, file, layout):
+    """Tensor- and pipeline-parallel ranks get the same positions and targets: the losses are one process's."""
+    ours = converted("llama3").ours
+    one, two = losses_of(train(ours, file)), losses_of(train(ours, file, *layout, ranks=2))
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+def train(ours, file, *more, ranks=1):
+    """Run pretrain_gpt.py on chats; returns what it printed."""
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"]
+    command = [*launch, str(ROOT / "pretrain_gpt.py"), *words(ours, file, *more), "--finetune", "--load", str(ours)]
+    command += ["--log-interval", "1", "--interleaved-offload", "--offload-resident-fraction", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def losses_of(printed):
+    return [float(word) for word in re.findall(r"lm loss: (\S+)", printed)]
 
 
 @pytest.mark.parametrize(
