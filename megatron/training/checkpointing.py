@@ -264,6 +264,9 @@ class Checkpoints:
             load.agree(lambda: load.load_weights_alone(reader, state, params))
             trainer.optimizer.resume(0, None)
             what = "weights, the optimizer starts anew"
+            wants_state = False
+        if wants_state and config.save is not None and place.folder.parent.resolve() == Path(config.save).resolve():
+            self._last_saved = int(place.iteration)  # a run that has nothing left to do need not save it again
         self._report(f"> loaded {what}")
         self._restore_run(trainer, place, common, finetune, reader)
 
@@ -282,7 +285,8 @@ class Checkpoints:
         else:
             self._restore_progress(trainer, place, common, lines)
             self._iteration = trainer.state.iteration
-            restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), self._config)
+            if not trainer.config.lifecycle.skip_train:  # which has no schedule
+                restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), self._config)
             if reader is not None and not self._config.no_load_rng:
                 self._restore_rng(reader, lines)
         for line in lines:

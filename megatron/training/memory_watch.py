@@ -62,8 +62,9 @@ def watch(pid: str, rank: str, planned_bytes: str, folder: str) -> None:
                 return
             break
         now = read_host_memory(pid)
-        if now.resident:
-            last = now
+        if not now.resident:
+            break  # gone, though a forked data worker still holds the pipe open
+        last = now
     time.sleep(_SECONDS)  # the kernel counts after it has killed
     text = verdict(rank, first, last, _kills(), int(planned_bytes))
     print(text, file=sys.stderr, flush=True)

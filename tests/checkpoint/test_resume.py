@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
-from tests.checkpoint.cases import MODEL, OFFLOAD, VOCAB, load, train, words
+from tests.checkpoint.cases import MODEL, OFFLOAD, VOCAB, Run, load, train, words
 from tests.rank_pool import RankFailure
 
 CASES = {
@@ -100,3 +100,31 @@ def test_a_missing_checkpoint_is_a_warning_or_the_end(pool, tmp_path):
     assert any("WARNING" in line and "random weights" in line for line in pool.run(load, argv, ranks=1)[0]["lines"])
     with pytest.raises(RankFailure, match="holds no checkpoint, and --exit-on-missing-checkpoint"):
         pool.run(load, [*argv, "--exit-on-missing-checkpoint"], ranks=1)
+
+
+def test_a_finished_run_that_is_started_again_writes_nothing(pool, tmp_path):
+    """Nothing is left to do: the checkpoint stays the file that it was."""
+    argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 100 --train-iters 4 --lr-decay-iters 20")
+    pool.run(_to_the_end, argv, ranks=1)
+    common = tmp_path / "iter_0000004" / "common.pt"
+    before = common.stat().st_mtime_ns, common.stat().st_ino
+    lines = pool.run(_to_the_end, [*argv, "--load", str(tmp_path)], ranks=1)[0]
+    assert (common.stat().st_mtime_ns, common.stat().st_ino) == before
+    assert not any("saved checkpoint" in line for line in lines)
+
+
+def test_a_checkpoint_loads_for_evaluation_alone(pool, tmp_path):
+    """--skip-train has no learning rate, and needs none from the checkpoint."""
+    argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 100 --exit-interval 2")
+    before = pool.run(train, argv, ranks=1)[0]
+    after = pool.run(load, words(MODEL, OFFLOAD, f"--load {tmp_path} --skip-train"), ranks=1)[0]
+    assert after["entries"] == before["entries"]
+
+
+def _to_the_end(argv):
+    run = Run(argv)
+    if run.trainer.state.iteration < run.config.num_iterations:
+        run.train()
+    run.trainer.finish()
+    run.close()
+    return run.lines
