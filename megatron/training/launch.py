@@ -98,8 +98,8 @@ def _check_against_slurm(env: Mapping[str, str], ranks: Ranks) -> None:
         launchers, tasks = _number(env, "GROUP_WORLD_SIZE"), _number(env, "SLURM_STEP_NUM_TASKS", 1)
         if launchers < tasks:
             raise ValueError(
-                f"SLURM started {tasks} tasks, but this torchrun counts {launchers} (--nnodes): each would train alone, "
-                "so give torchrun one task per node and --nnodes of all, or start python with srun alone"
+                f"SLURM started {tasks} tasks, but this torchrun counts {launchers} (--nnodes): each would train "
+                "alone, so give torchrun one task per node and --nnodes of all, or start python with srun alone"
             )
     num_tasks = _number(env, "SLURM_NTASKS", 1)
     if ranks.source == "slurm" or num_tasks <= ranks.world_size:

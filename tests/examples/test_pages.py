@@ -17,8 +17,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9_-]+")
 # Flags of other programs that the pages name.
 FOREIGN = set(
     """--gpus --ipc --shm-size --ulimit --cap-add --nv --mem --cpus-per-task --signal --nodes --gpus-per-node
-    --ntasks-per-node --export --nproc_per_node --nnodes --no-build-isolation --model --profile --largest --write --subgroups
-    --gpu-share --cpuset-cpus --membind --partitions --gpus-per-task --help""".split()
+    --ntasks-per-node --export --nproc_per_node --nnodes --no-build-isolation --model --profile --largest --write
+    --subgroups --gpu-share --cpuset-cpus --membind --partitions --gpus-per-task
+    --help""".split()
 )
 
 
