@@ -84,13 +84,11 @@ def train(
 
 def param_states(optimizer: DeepOffloadOptimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Parameter number -> weights and fp32 states, flat copies on the CPU."""
-    engine = optimizer._engine
-    state = [engine.read_state(i) for i in range(len(engine.layout.subgroups))]
     out: dict = {}
     for number in range(len(optimizer._buffers.params)):
-        out[number] = {"weight": optimizer._gather(number, None, state).flatten().clone()}
+        out[number] = {"weight": optimizer._gather(number, None).flatten().clone()}
         for name in STATE_NAMES:
-            out[number][name] = optimizer._gather(number, name, state).flatten().clone()
+            out[number][name] = optimizer._gather(number, name).flatten().clone()
     return out
 
 

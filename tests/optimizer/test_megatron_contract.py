@@ -1,4 +1,4 @@
-"""What `optimizer/megatron_buffers.py` reads of megatron-core's DDP, one attribute a test: a new release names itself."""
+"""What `optimizer/megatron_buffers.py` reads of megatron-core's DDP, a test each: a new release names itself."""
 
 import os
 import sys
