@@ -6,6 +6,7 @@ their numbers test it: rates come from three runs of one model, everything else 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from deep_offload.model.cost import StateFormat
@@ -47,7 +48,9 @@ class PublishedRun:
 
     @property
     def placement(self) -> Placement:
-        return place_by_stride(len(self.layout.subgroups), self.stride, 1.0 - self.offloaded)
+        num = len(self.layout.subgroups)
+        residents = math.ceil(num * (1.0 - self.offloaded) - 1e-9)  # rounded up: so the times of all ratios say
+        return place_by_stride(num, self.stride, residents / num)
 
 
 def published_plan(placement: Placement, *, is_interleaved: bool, is_flush_async: bool = True) -> Plan:

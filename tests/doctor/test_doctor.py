@@ -7,12 +7,15 @@ import os
 import time
 
 import pytest
+import torch
 
 from deep_offload import doctor
 from deep_offload.cli import main
 from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.model.hardware import HardwareProfile, profile_from_json
 from deep_offload.runtime import probe
+from deep_offload.runtime.limits import cpu_update_threads
+from deep_offload.runtime.measure import profile_for_run
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +24,7 @@ def empty_cache(tmp_path, monkeypatch):
 
 
 def test_json_of_this_machine(tmp_path, capsys):
-    """One JSON object with facts, findings and the profile, which also lies where training looks for it."""
+    """One JSON object with facts, findings and the profile, which training then takes without measuring."""
     started = time.perf_counter()
     assert main(["doctor", "--json", "--use-cpu", "--disk", str(tmp_path)]) == 0
     assert time.perf_counter() - started < 60
@@ -37,6 +40,9 @@ def test_json_of_this_machine(tmp_path, capsys):
     assert written == HardwareProfile(**found["profile"])
     assert written.disk_write_bytes_per_s == facts["disk_write"]
     assert not list(tmp_path.glob(".deep_offload_probe*"))
+    lines: list[str] = []
+    threads = cpu_update_threads(facts["cores"], 1, False)
+    assert profile_for_run(None, torch.device("cpu"), threads, log=lines.append) == written and lines == []
 
 
 def test_lines_without_a_profile(tmp_path, capsys):
