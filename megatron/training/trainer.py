@@ -117,7 +117,7 @@ class Trainer:
             checkpointing.load(self)
         wanted = config.logging.log_progress and ranks.is_first
         self._progress = progress_file(config.checkpoint.save, wanted, ranks.world_size)
-        self._noted: int | None = None
+        self._noted = checkpointing.last_saved if checkpointing is not None else None  # what was loaded is no news
 
     def use(self, data: TrainingData, source: DataSource) -> None:
         """Take the data, which is built after a checkpoint has said where to go on."""
