@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -174,3 +175,24 @@ def test_shrunk_script_trains(example, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     assert " iteration        2/       2 |" in result.stdout
     assert json.loads((tmp_path / "save" / "status").read_text())["status"] == "finished"
+
+
+@pytest.mark.full
+def test_two_nodes_without_slurm(tmp_path):
+    """The same command with NODE_RANK 0 and 1 trains one model on two nodes (here: on one host)."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+    own = dict(TENSOR="1", RECOMPUTE="none", GRADIENTS="bf16", BUDGET_GIB="1", GPUS="1", NUM_NODES="2")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    run = dict(
+        SAVE=str(tmp_path / "save"), TRAIN_ITERS="2", GLOBAL_BATCH="2", PYTHON=sys.executable, OMP_NUM_THREADS="1"
+    )
+    words = ["bash", str(ROOT / "examples/llama3_8b.sh"), "--use-cpu", "--num-workers", "0", "--eval-iters", "0"]
+    nodes = []
+    for rank in range(2):
+        env = {**clean, **SHRINK, **own, **place, **run, "NODE_RANK": str(rank)}
+        nodes.append(subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs = [node.communicate(timeout=280)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert " iteration        2/       2 |" in outputs[1]
+    assert ", 2 ranks" in outputs[0]

@@ -137,9 +137,10 @@ def test_signal_before_the_time_is_over(cluster, expected, tmp_path):
 
 
 @pytest.mark.full
-def test_two_nodes(cluster, expected, tmp_path):
-    """torchrun on two nodes of one GPU each trains what two GPUs of one node train."""
-    job = submit(cluster, tmp_path, "torchrun.sbatch", "--nodes=2", "--gpus-per-node=1")
+@pytest.mark.parametrize("script", ["torchrun.sbatch", "srun.sbatch"])
+def test_two_nodes(cluster, expected, tmp_path, script):
+    """Two nodes of one GPU each, in both styles, train what two GPUs of one node train."""
+    job = submit(cluster, tmp_path, script, "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1")
     done = cluster.wait(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), PATIENCE)
     text = log(tmp_path)
     assert done["JobState"] == "COMPLETED", text[-3000:]
