@@ -125,13 +125,13 @@ class Trainer:
         self._forward = ForwardStep(data.shape, self.device)
         self._evaluates = source.num_samples[1] > 0
         self._tests = source.num_samples[2] > 0
+        self._record.start(self.config, self.optimizer, [*self.config.notes, *source.notes])
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Run until the last iteration or until something asks to stop (see `stop_reason`)."""
         state, total = self.state, self.config.num_iterations
-        self._record.start(self.config, self.optimizer, [*self.config.notes])
         iterators = self.data.train_iterators(state.consumed_train_samples)
         interval = Interval()
         if self._progress is not None:
