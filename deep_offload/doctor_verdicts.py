@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 GIB = 1 << 30
-_LINK_BY_GENERATION = {3: 12e9, 4: 24e9, 5: 50e9}
-"""Bytes/s that x16 pinned copies reach by PCIe generation."""
+_PCIE_3_BYTES_PER_S = 12e9
+"""What pinned copies reach over 16 lanes of PCIe 3, the slowest link worth having."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _links(facts: Facts) -> Iterator[Finding]:
             cost = f"{100 * (1 - slow / best):.0f} % of this link's speed, because GPU {i} copies slower than its peers"
             advice = "look for a narrower slot, a shared switch or the wrong NUMA node (nvidia-smi topo -m)"
             yield Finding(f"link of GPU {i}", value, "cost", cost, advice)
-        elif slow < 0.9 * _LINK_BY_GENERATION[3]:
+        elif slow < 0.9 * _PCIE_3_BYTES_PER_S:
             cost = "most of the link's speed, because pinned copies are slower than PCIe 3 x16"
             advice = (
                 "check the slot's width and generation (nvidia-smi -q -d PCIE), and a virtual machine's passthrough"
