@@ -285,11 +285,10 @@ MAPPED: dict[str, tuple[int | str, str]] = {
 }
 """Flag that sets other flags: (number of values, what it does). `flags_rules.py` does it."""
 
-_OWN_PLAN = "saves and loads follow one plan yet"
+_OWN_PLAN = "every rank always writes and reads its own part, and nothing twice"
 
 NOT_YET: dict[str, str] = {
     "check_for_nan_in_loss_and_grad": "a step that is not finite is always skipped and counted",
-    "async_save": "saves wait until their files are written yet",
     "dist_ckpt_strictness": "missing keys always stop a load and further keys are always ignored",
     "ckpt_fully_parallel_save": _OWN_PLAN,
     "ckpt_fully_parallel_load": _OWN_PLAN,

@@ -11,7 +11,7 @@ import pytest
 from megatron.training import flags_rules
 from megatron.training.arguments import build_config, parse_args
 from megatron.training.flags import all_flags, flags_by_name
-from megatron.training.flags_accepted import MAPPED, NO_EFFECT, NOT_YET, ONLY
+from megatron.training.flags_accepted import MAPPED, NO_EFFECT, ONLY
 from megatron.training.flags_dump import config_dump, notes_list, to_megatron_namespace
 from megatron.training.flags_help import OURS, help_text
 from megatron.training.flags_refused import NOT_BUILT, REFUSED, REFUSED_PREFIXES, refusal
@@ -214,7 +214,7 @@ RULE_NEEDS = {
     "_precision_flags": "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
     "_parallel_flags": "--sequence-parallel",
     "_transformer_engine_flags": "--tp-comm-overlap",
-    "_flags_not_built_yet": f"--{next(iter(NOT_YET), 'none').replace('_', '-')} 1",
+    "_flags_not_built_yet": "--ckpt-fully-parallel-load",
     "_offload_flags": "--optimizer-cpu-offload",
     "_decay_flags": "--end-weight-decay 0.1",
     "_needed_flags": "--lr-warmup-iters 2",
