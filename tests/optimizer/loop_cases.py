@@ -5,6 +5,7 @@ import io
 import itertools
 import os
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,10 +71,13 @@ def train(
         original_close(self)
 
     DeepOffloadOptimizer.step, DeepOffloadOptimizer.close = step, close
+    here = os.getcwd()
     try:
-        with contextlib.redirect_stdout(out):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(out):
+            os.chdir(folder)  # a run with a planted NaN leaves its post-mortem there
             pretrain(parse_args(f"{model} {COMMON} {arguments}".split(), world_size=1), find_ranks(os.environ))
     finally:
+        os.chdir(here)
         DeepOffloadOptimizer.step, DeepOffloadOptimizer.close = original_step, original_close
     result.text = out.getvalue()
     result.losses = re.findall(r"lm loss: (\S+)", result.text)
