@@ -16,7 +16,6 @@ from pathlib import Path
 from megatron.training.host_memory import HostMemory, read_host_memory
 
 _SECONDS = 0.5
-_GOOD_BYE = b"x"
 
 
 class MemoryWatch:
@@ -36,31 +35,21 @@ class MemoryWatch:
         )
 
     def close(self) -> None:
-        """Tell the watcher that this process ends by itself."""
-        pipe = self._process.stdin
-        if pipe is None or pipe.closed:
-            return
-        try:
-            pipe.write(_GOOD_BYE)
-            pipe.close()
-        except OSError:
-            pass  # somebody ended the watcher
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+        """End the watcher: this process ends by itself. At once, even if the watcher has not come to life yet."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 def watch(pid: str, rank: str, planned_bytes: str, folder: str) -> None:
-    """The watcher's life: look at a process until it says good-bye or is gone."""
+    """The watcher's life: look at a process until it is gone. A process that ends by itself ends its watcher first."""
     first = last = read_host_memory(pid)
     pipe = sys.stdin.fileno()
     while True:
         ready, _, _ = select.select([pipe], [], [], _SECONDS)
         if ready:
-            if os.read(pipe, 1) == _GOOD_BYE:
-                return
-            break
+            break  # the other end is closed, and only death closes it
         now = read_host_memory(pid)
         if not now.resident:
             break  # gone, though a forked data worker still holds the pipe open
