@@ -96,9 +96,9 @@ def _decoupled(outcome: Outcome) -> Iterator[None]:
     def look(self):
         if outcome.notes:
             groups = [g for g in self.param_groups if g["is_decoupled_lr"]]
-            plain = next(g["lr"] for g in self.param_groups if not g["is_decoupled_lr"])
+            plain = next(g["max_lr"] for g in self.param_groups if not g["is_decoupled_lr"])
             count = sum(p.numel() for g in groups for p in g["params"])
-            outcome.notes = [outcome.notes[0], count, (plain, groups[0]["lr"])]
+            outcome.notes = [outcome.notes[0], count, (plain, groups[0]["max_lr"])]
         close(self)
 
     with mock.patch.object(DeepOffloadOptimizer, "close", look), _followed(outcome, 0.5):
