@@ -111,6 +111,7 @@ class OffloadEngine:
         """What the placement was chosen by, where a profile of this machine was at hand."""
         self._ready: set[int] = set()
         self._segments = _SegmentTables(self._shards, layout, self._device)
+        self._waited = 0.0
         self.wait_seconds = 0.0
         """Seconds the training loop waited for the last update."""
         for i in range(len(layout.subgroups)):
@@ -143,6 +144,7 @@ class OffloadEngine:
         self._worker.inputs = StepInputs(
             scalars, scalars.to(self._device), host_tables, device_tables, grad_scale, all(c.decoupled for c in classes)
         )
+        self.wait_until_reusable()  # of the update before, if no forward pass asked for all parameters
         run = self._current()
         run.fire(OpKind.NORM_READY)
         self._closing, self._run = run, None
@@ -153,18 +155,32 @@ class OffloadEngine:
         """Leave this iteration's update out; state stays as it is. What was prefetched is dropped."""
         self._drop_run()
 
-    def wait_until_reusable(self) -> None:
-        """Make the training loop wait until gradients may be overwritten and every parameter is in place."""
+    def wait_until_reusable(self, with_params: bool = True) -> None:
+        """Make the training loop wait until gradients may be overwritten and every parameter is in place.
+
+        with_params=False: only until gradients may; `wait_for_params` must follow before parameters are read.
+        """
         if self._closing is None:
             self._backend.raise_if_failed()
             return
         start = time.perf_counter()
         self._closing.fire(OpKind.GRADS_REUSABLE)
-        for i in range(len(self.layout.subgroups)):
+        self._waited = time.perf_counter() - start
+        if with_params:
+            self.wait_for_params(len(self.layout.subgroups))
+
+    def wait_for_params(self, count: int) -> None:
+        """Make the current stream of the training loop wait for the parameters of the first `count` subgroups."""
+        if self._closing is None:
+            return
+        start = time.perf_counter()
+        for i in range(count):
             self._closing.fire(OpKind.PARAMS_NEEDED, i)
-        self.wait_seconds = time.perf_counter() - start
-        self._finished, self._closing = self._closing, None
-        self._kept.append(self._finished)
+        self._waited += time.perf_counter() - start
+        if count == len(self.layout.subgroups):
+            self.wait_seconds = self._waited
+            self._finished, self._closing = self._closing, None
+            self._kept.append(self._finished)
 
     def synchronize(self) -> None:
         """Wait for all lanes: state and parameters are final afterwards. Raises what a lane raised."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
-from deep_offload.optimizer.megatron_buffers import BufferMap, late_params, watch_backward
+from deep_offload.optimizer.megatron_buffers import BufferMap, ForwardGathers, late_params, watch_backward
 from deep_offload.optimizer.megatron_names import full_tensor, named_params
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
@@ -86,6 +87,15 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             on_shards=self._shards_reduced,
             on_again=lambda _number: engine.skip_update(),
         )
+        self._gathers = None
+        if all(chunk.ddp_config.overlap_param_gather for chunk in chunks) and buffers.shards:
+            ends = [0] * (len(buffers.shards) + 1)
+            for subgroup in engine.layout.subgroups:
+                ends[subgroup.shard + 1] = subgroup.index + 1
+            self._subgroups_in = list(itertools.accumulate(ends, max))
+            self._gathers = ForwardGathers(
+                chunks, buffers, lambda count: engine.wait_for_params(self._subgroups_in[count])
+            )
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -121,11 +131,18 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
         zeroes."""
-        self._settle()
+        if self._gathers is None or self._is_settled:
+            self._settle()
+            return
+        self._is_settled = True
+        self._engine.wait_until_reusable(with_params=False)
+        self._gathers.begin()
 
     def synchronize(self) -> None:
         """Make state and parameters final: before evaluation, checkpoints, exit."""
         self._settle()
+        if self._gathers is not None:
+            self._gathers.leave()
         self._engine.synchronize()
 
     def close(self) -> None:

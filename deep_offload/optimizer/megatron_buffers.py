@@ -9,6 +9,7 @@ numel_unpadded, gradient_scaling_factor}; bucket_group.{buckets, is_last_microba
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -266,6 +267,63 @@ class ReductionHooks:
     def end_of_backward(self) -> None:
         """The iteration's gradients are complete."""
         self._reported.clear()
+
+
+class ForwardGathers:
+    """With --overlap-param-gather: all-gathers in forward order, each when its bucket group's shards are in place.
+
+    A module's forward pass waits for its own group's gather; when it begins, the gather of the group behind it has been
+    started. The order is the same on all ranks, whatever their speed.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        buffers: BufferMap,
+        wait_for_shards: Callable[[int], None],
+    ) -> None:
+        """wait_for_shards(count): make the current stream wait until the first `count` shards are in place."""
+        self._wait_for_shards = wait_for_shards
+        self._groups: list[Any] = []
+        self._num_shards: list[int] = []  # with those of the groups before
+        for number, bucket in enumerate(buffers.shards, start=1):
+            if not self._groups or self._groups[-1] is not bucket.bucket_group:
+                self._groups.append(bucket.bucket_group)
+                self._num_shards.append(number)
+            self._num_shards[-1] = number
+        self._next = len(self._groups)
+        self._stream = None
+        if buffers.shards and buffers.shards[0].shard.param.is_cuda:
+            self._stream = torch.cuda.Stream(buffers.shards[0].shard.param.device)
+        position = {p: i for i, group in enumerate(self._groups) for b in group.buckets for p in b.params_list}
+        for chunk in chunks:
+            chunk.overlap_param_gather_with_optimizer_step = True  # its hooks then start no group but the module's own
+            for module in chunk.module.modules():
+                last = max((position.get(p, -1) for p in module.parameters(recurse=False)), default=-1)
+                if last >= 0:
+                    module.register_forward_pre_hook(self._hook(last), prepend=True)
+
+    def begin(self) -> None:
+        """An update is with the lanes: start the first gather."""
+        self._next = 0
+        self._start_until(0)
+
+    def leave(self) -> None:
+        """All parameters are in place: DDP starts what is left where it is needed."""
+        self._next = len(self._groups)
+
+    def _hook(self, position: int) -> Callable[..., None]:
+        def hook(*_unused: Any) -> None:
+            self._start_until(position + 1)
+
+        return hook
+
+    def _start_until(self, position: int) -> None:
+        while self._next <= position and self._next < len(self._groups):
+            number, self._next = self._next, self._next + 1
+            with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+                self._wait_for_shards(self._num_shards[number])
+                self._groups[number].start_param_sync()
 
 
 class _WaitOnce:

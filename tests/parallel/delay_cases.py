@@ -13,6 +13,7 @@ from unittest import mock
 from megatron.core.distributed import param_and_grad_buffer
 
 from deep_offload.optimizer import megatron_buffers
+from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.runtime.lanes import HostDevice
 from deep_offload.runtime.worker import SubgroupWorker
 from tests.parallel.parallel_cases import Outcome, run_all
@@ -47,6 +48,38 @@ def without_waiting_for_collectives(command_lines: list[str], cache: str) -> lis
         done.issued.wait()
 
     return run_all(command_lines, cache, lambda _outcome: mock.patch.object(HostDevice, "wait", wait))
+
+
+def without_waiting_for_params(command_lines: list[str], cache: str) -> list[Outcome]:
+    """All-gathers start although uploads, which are late, are not in place."""
+
+    @contextlib.contextmanager
+    def mutation(_outcome: Outcome) -> Iterator[None]:
+        original = OffloadEngine.wait_for_params
+
+        def wait(self, count):
+            if count == len(self.layout.subgroups):
+                original(self, count)
+
+        with mock.patch.object(OffloadEngine, "wait_for_params", wait), slow_down("param_h2d", 0.4):
+            yield
+
+    return run_all(command_lines, cache, mutation)
+
+
+def watching_gathers(command_lines: list[str], cache: str) -> list[Outcome]:
+    """Notes are (subgroups waited for, of how many) of each wait in a forward pass."""
+
+    def watch(outcome: Outcome) -> contextlib.AbstractContextManager:
+        original = OffloadEngine.wait_for_params
+
+        def wait(self, count):
+            outcome.notes.append((count, len(self.layout.subgroups)))
+            original(self, count)
+
+        return mock.patch.object(OffloadEngine, "wait_for_params", wait)
+
+    return run_all(command_lines, cache, watch)
 
 
 def waiting_twice(command_lines: list[str], cache: str) -> list[Outcome]:

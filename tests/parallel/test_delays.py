@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.delay_cases import COLLECTIVES, LANES, delayed, waiting_twice, without_waiting_for_collectives
+from tests.parallel.delay_cases import (
+    COLLECTIVES,
+    LANES,
+    delayed,
+    waiting_twice,
+    watching_gathers,
+    without_waiting_for_collectives,
+    without_waiting_for_params,
+)
 from tests.parallel.parallel_cases import run_all
 
 FLAGS = "--bf16 --global-batch-size 4 --overlap-grad-reduce --overlap-param-gather --offload-num-slots 2"
@@ -26,11 +34,22 @@ def test_a_delay_changes_no_bit(train, want, what):
     assert got[0].digest == want[0].digest
 
 
-@pytest.mark.parametrize("mutation", [without_waiting_for_collectives, waiting_twice])
+@pytest.mark.parametrize("mutation", [without_waiting_for_collectives, without_waiting_for_params, waiting_twice])
 def test_mutation_a_wait_left_out(train, want, mutation):
-    """Flushing a gradient before its reduction has ended, or reducing it anew after others changed it, is noticed."""
+    """A gradient flushed before its reduction has ended or reduced anew later, and old weights gathered: noticed."""
     (got,) = train(LAYOUT, [f"{FLAGS} {PLACE}"], mutation)
     assert got[0].digest != want[0].digest
+
+
+def test_forward_waits_per_bucket_group(train):
+    """With --overlap-param-gather a gather starts when its own subgroups are in place, in forward order."""
+    (got,) = train("dp2", [f"{FLAGS} {PLACE}"], watching_gathers)
+    for outcome in got:
+        counts = [count for count, _ in outcome.notes]
+        total = outcome.num_subgroups
+        first = counts[: counts.index(total) + 1]
+        assert len(first) == outcome.num_buckets
+        assert first == sorted(first) and first[0] < total // 2
 
 
 def test_the_healthy_run_has_the_digest(train, want):
