@@ -61,7 +61,7 @@ def without_waiting_for_params(command_lines: list[str], cache: str) -> list[Out
             if count == len(self.layout.subgroups):
                 original(self, count)
 
-        with mock.patch.object(OffloadEngine, "wait_for_params", wait), slow_down("param_h2d", 0.4):
+        with mock.patch.object(OffloadEngine, "wait_for_params", wait), slow_down("param_h2d", 0.2):
             yield
 
     return run_all(command_lines, cache, mutation)
