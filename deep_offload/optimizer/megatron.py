@@ -286,8 +286,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._step = state_dict["optimizer"]["step"]
         for group, saved in zip(self.param_groups, state_dict["optimizer"]["param_groups"], strict=True):
             group.update(saved)
-        if self._scaler is not None and state_dict["grad_scaler"] is not None:
-            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        self._load_scaler(state_dict["grad_scaler"])
         for number, pieces in enumerate(self._buffers.pieces):
             for name, key in CHECKPOINT_KEYS.items():
                 full = state_dict["param_state"][number][key].reshape(-1)
@@ -316,13 +315,16 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     def resume(self, num_steps: int, scaler_state: dict[str, Any] | None) -> None:
         """After `param_state` was written: go on after `num_steps` updates; all ranks then gather the new weights."""
         self._step = num_steps
-        if self._scaler is not None and scaler_state:
-            # Not its own load_state_dict, which calls for a GPU.
-            self._scaler._scale = torch.as_tensor(scaler_state["scale"], dtype=torch.float32).to(self._device)
-            if "growth_tracker" in scaler_state:
-                self._scaler._growth_tracker = int(scaler_state["growth_tracker"])
-                self._scaler._hysteresis_tracker = int(scaler_state["hysteresis_tracker"])
+        self._load_scaler(scaler_state)
         self._is_settled = False
+
+    def _load_scaler(self, state: dict[str, Any] | None) -> None:
+        if self._scaler is not None and state:
+            # Not its own load_state_dict, which calls for a GPU.
+            self._scaler._scale = torch.as_tensor(state["scale"], dtype=torch.float32).to(self._device)
+            if "growth_tracker" in state:
+                self._scaler._growth_tracker = int(state["growth_tracker"])
+                self._scaler._hysteresis_tracker = int(state["hysteresis_tracker"])
 
     def _by_shard(self, state: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Flat state of whole shards, so that a load may cut them into other subgroups."""
@@ -351,8 +353,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._step = state_dict["step"]
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
-        if self._scaler is not None and state_dict["grad_scaler"] is not None:
-            self._scaler.load_state_dict(state_dict["grad_scaler"])
+        self._load_scaler(state_dict["grad_scaler"])
         for s in self._engine.layout.subgroups:
             for name in STATE_NAMES:
                 values = state_dict["shards"][s.shard][name][s.start : s.start + s.numel]

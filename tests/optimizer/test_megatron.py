@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_cases import bits
 from loop_cases import GPT_LIKE, LLAMA_LIKE, pairwise, train
+from megatron.core.utils import unwrap_model
 from oracle import OracleParam
 
 from deep_offload.plan.ops import LANE_OF, OpKind
@@ -210,3 +211,38 @@ def test_mutation_a_wait_left_out(monkeypatch, healthy_digest, slow, waiter):
     assert train(arguments).digest == healthy_digest, "a delay alone must not change a bit"
     monkeypatch.setattr(HostDevice, "wait", wait)
     assert train(arguments).digest != healthy_digest
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16 --initial-loss-scale 1024 --loss-scale-window 2"])
+@pytest.mark.parametrize(
+    "place", ["--offload-resident-fraction 0 --offload-gpu-share 0.5", "--offload-resident-fraction 1"]
+)
+def test_state_dicts_bring_back_every_bit(precision, place):
+    """Both forms of the optimizer's state, taken after a step and loaded after two more, undo those two."""
+    taken, seen = [], []
+
+    def after(optimizer, _norm):
+        seen.append(optimizer.num_steps)
+        if len(seen) == 3:
+            model = unwrap_model(optimizer._chunks[0]).sharded_state_dict()
+            taken.extend([optimizer.state_dict(), optimizer.sharded_state_dict(model), _states(optimizer)])
+            taken.append(optimizer.get_loss_scale().item())
+        if len(seen) in (5, 6):
+            load = optimizer.load_state_dict if len(seen) == 5 else optimizer.load_sharded_state_dict
+            state = taken[0] if len(seen) == 5 else _as_loaded(taken[1])
+            assert optimizer.num_steps > 3
+            load(state)
+            assert optimizer.num_steps == 3
+            assert optimizer.get_loss_scale().item() == taken[3]
+            for number, states in _states(optimizer).items():
+                for name, tensor in states.items():
+                    assert torch.equal(bits(tensor), bits(taken[2][number][name])), f"{name} of parameter {number}"
+
+    train(f"{precision} {place} --train-iters 6", after_step=after)
+    assert len(seen) == 6
+
+
+def _as_loaded(state):
+    """A sharded state dict with its tensors in place of their descriptions, as dist_checkpointing returns it."""
+    params = {n: {k: entry.data for k, entry in entries.items()} for n, entries in state["param_state"].items()}
+    return {**state, "param_state": params}
