@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BufferMap, ForwardGathers, late_params, watch_backward
 from deep_offload.optimizer.megatron_names import full_tensor, named_params
+from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
 
@@ -287,15 +288,11 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         for group, saved in zip(self.param_groups, state_dict["optimizer"]["param_groups"], strict=True):
             group.update(saved)
         self._load_scaler(state_dict["grad_scaler"])
-        for number, pieces in enumerate(self._buffers.pieces):
+        for number in range(len(self._buffers.params)):
             for name, key in CHECKPOINT_KEYS.items():
                 full = state_dict["param_state"][number][key].reshape(-1)
-                for piece in pieces:
-                    end = piece.shard_start + piece.numel
-                    for s in self._engine.subgroups_of(piece.shard, piece.shard_start, end):
-                        low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
-                        at = piece.param_start + low - piece.shard_start
-                        self._engine.write_state(s.index, name, low - s.start, full[at : at + high - low])
+                for s, low, high, at in self._ranges(number):
+                    self._engine.write_state(s.index, name, low - s.start, full[at : at + high - low])
         self._is_settled = False
 
     @property
@@ -429,20 +426,24 @@ class DeepOffloadOptimizer(MegatronOptimizer):
                 hasher.add(named.name, kind, full_tensor(named, local, vocab_size))
         return sorted(set(_all_entries(hasher.finish())))
 
+    def _ranges(self, number: int) -> Iterator[tuple[Subgroup, int, int, int]]:
+        """This rank's ranges of a parameter: (subgroup, start and end in its shard, start in the flat parameter)."""
+        for piece in self._buffers.pieces[number]:
+            end = piece.shard_start + piece.numel
+            for s in self._engine.subgroups_of(piece.shard, piece.shard_start, end):
+                low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
+                yield s, low, high, piece.param_start + low - piece.shard_start
+
     def _gather(self, number: int, name: str | None) -> torch.Tensor:
         """A parameter's tensor on this model-parallel rank, from all data-parallel ranks: of a state, or its
         weights."""
         param = self._buffers.params[number]
         flat = torch.zeros(param.numel(), dtype=param.dtype if name is None else torch.float32, device=self._device)
-        for piece in self._buffers.pieces[number]:
-            end = piece.shard_start + piece.numel
-            for s in self._engine.subgroups_of(piece.shard, piece.shard_start, end):
-                low, high = max(s.start, piece.shard_start), min(s.start + s.numel, end)
-                source = self._buffers.shards[piece.shard].shard.param[low:high]
-                if name is not None:
-                    source = self._engine.read_state(s.index, low - s.start, high - s.start)[name]
-                at = piece.param_start + low - piece.shard_start
-                flat[at : at + high - low].copy_(source)
+        for s, low, high, at in self._ranges(number):
+            source = self._buffers.shards[s.shard].shard.param[low:high]
+            if name is not None:
+                source = self._engine.read_state(s.index, low - s.start, high - s.start)[name]
+            flat[at : at + high - low].copy_(source)
         group = self._buffers.shards[0].group
         if group.size() > 1:  # pieces are disjoint, the rest is zero: a sum of bytes keeps every bit
             dist.all_reduce(flat.view(torch.uint8), group=group)

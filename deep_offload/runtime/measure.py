@@ -12,6 +12,7 @@ import os
 import platform
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -253,7 +254,7 @@ def _timed(call: Callable[[], object]) -> Callable[[], float]:
     return seconds
 
 
-class _Bench:
+class _Bench(ABC):
     """Host buffers and the work of each lane; a device fills in its own.
 
     The buffers come from the arena that holds optimizer state in training: the kind of pages changes the rates.
@@ -304,20 +305,20 @@ class _Bench:
             buffer.fill_(1e-3)
         return 12 * self.cpu_numel / seconds
 
-    def h2d(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def h2d(self) -> None: ...
 
-    def d2h(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def d2h(self) -> None: ...
 
-    def gpu_adam_params_per_s(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def gpu_adam_params_per_s(self) -> float: ...
 
-    def upcast_params_per_s(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def upcast_params_per_s(self) -> float: ...
 
-    def matmul_flops_per_s(self) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def matmul_flops_per_s(self) -> float: ...
 
 
 class _HostBench(_Bench):

@@ -9,13 +9,12 @@ import torch
 
 from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.kernels import reference
+from deep_offload.model.memory import UPCAST_STAGING_NUMEL
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.plan.ops import Op, OpKind
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, WEIGHT_OUT
 from deep_offload.runtime.lanes import Handler
 from deep_offload.runtime.state import Arrays, DeviceState, HostState, StatePlan
-
-UPCAST_STAGING_NUMEL = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
