@@ -1,4 +1,4 @@
-"""In a rank: a small model under FSDP2's fully_shard, trained with InterleavedAdamW."""
+"""In a rank, on the CPU or its GPU: a small model under FSDP2's fully_shard, trained with InterleavedAdamW."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from deep_offload.config import OffloadConfig
 from deep_offload.optimizer.torch import InterleavedAdamW
+from tests.parallel.parallel_cases import free_ports
 
 STEPS = 6
 CLIP = 0.3
@@ -23,6 +24,12 @@ def make_model(dtype: torch.dtype) -> torch.nn.Sequential:
     sizes = (24, 40, 33, 17)
     layers = [m for a, b in zip(sizes, sizes[1:]) for m in (torch.nn.Linear(a, b), torch.nn.LayerNorm(b))]
     return torch.nn.Sequential(*layers).to(dtype)
+
+
+def device_of(rank: int) -> torch.device:
+    """The rank's GPU, if there is one for each rank."""
+    enough = torch.cuda.device_count() >= dist.get_world_size()
+    return torch.device("cuda", rank) if enough else torch.device("cpu")
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +49,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch
     norms = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(batch(step, dist.get_rank(), dtype)).float().square().mean() * 10
+        rank = dist.get_rank()
+        loss = model(batch(step, rank, dtype).to(device_of(rank))).float().square().mean() * 10
         loss.backward()
         if isinstance(optimizer, InterleavedAdamW):
             optimizer.step()
@@ -54,12 +62,28 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dtype: torch
     return norms
 
 
+def use_nccl(device: torch.device) -> None:
+    """Leave the pool's group for one of NCCL over the same ranks; kernels are reproducible from here on."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ports = free_ports(1)
+    dist.broadcast_object_list(ports, src=0)
+    dist.barrier()
+    dist.destroy_process_group()
+    torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True)
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    dist.init_process_group("nccl", init_method=address, rank=rank, world_size=world, device_id=device)
+
+
 def run(cache: str, dtype_name: str, placements: list[dict]) -> dict:
     """Train the same model for each placement, and with torch's AdamW: full weights, states and norms of each."""
     os.environ["DEEP_OFFLOAD_CACHE"] = cache
     dtype = getattr(torch, dtype_name)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    start = make_model(dtype)
+    device = device_of(dist.get_rank())
+    if device.type == "cuda":
+        use_nccl(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    start = make_model(dtype).to(device)
     groups = dict(lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     results = {}
     for number in range(len(placements) + 1):
@@ -73,7 +97,7 @@ def run(cache: str, dtype_name: str, placements: list[dict]) -> dict:
             offload = settings(**placements[number])
             optimizer = InterleavedAdamW(model.parameters(), offload=offload, max_grad_norm=CLIP, **groups)
         norms = train(model, optimizer, dtype)
-        weights = [p.full_tensor().detach() for p in model.parameters()]
+        weights = [p.full_tensor().detach().cpu() for p in model.parameters()]
         states = {}
         if isinstance(optimizer, InterleavedAdamW):
             states = optimizer.state_dict()["state"]
