@@ -99,7 +99,10 @@ def single_process(config: TrainingConfig) -> Iterator[torch.device]:
 
 def load_chunk(config: TrainingConfig, folder: Path, device: torch.device) -> torch.nn.Module:
     """Return the whole model in fp32 with a checkpoint's weights; inside `single_process`."""
-    chunk = build_chunk(config, transformer_config(config, device), device)
+    transformer = transformer_config(config, device)
+    # All weights come from the file, and drawing billions of random numbers takes minutes.
+    transformer.perform_initialization = False
+    chunk = build_chunk(config, transformer, device)
     load_weights(chunk, folder)
     return chunk.eval()
 
