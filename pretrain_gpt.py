@@ -15,38 +15,49 @@ import megatron
 if TYPE_CHECKING:
     from megatron.training.config import CheckpointConfig
 
-_EXIT_FAULT, _EXIT_USAGE = 1, 2
+_FAULT, _USAGE = 1, 2  # of megatron/training/exit_codes.py, which may not be there
 _SECONDS_TO_LEAVE = 30.0
 
 
 def main() -> int:
-    """Run the command line; returns the exit code: 0 done, 1 a fault of the run, 2 settings that cannot work."""
+    """Run the command line; returns the exit code, see docs/exit_codes.md."""
     try:
         _check_namespace()
-        from megatron.training.arguments import parse_args
-        from megatron.training.launch import find_ranks
+    except ValueError as error:
+        return _refuse(error)
+    from megatron.training.exit_codes import code_of
 
-        ranks = find_ranks(os.environ)
-        config = parse_args(sys.argv[1:], world_size=ranks.world_size, read_checkpoint_args=_saved_settings)
-        _quiet_dependencies()
-        if config.lifecycle.dry_run:
-            from megatron.training.dry_run import dry_run
-
-            report = dry_run(config)
-            print("\n".join(report.lines), flush=True)
-            return 0 if report.fits else _EXIT_USAGE
-        # After the settings: torch takes seconds to import, a mistyped flag should not.
-        from megatron.training.training import pretrain
-
-        pretrain(config, ranks)
+    try:
+        return _run()
     except Exception as error:  # noqa: BLE001 - the one place that turns exceptions into exit codes
         _leave_soon()
-        if isinstance(error, ValueError) and _is_ours(error):
-            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
-            return _EXIT_USAGE
+        if code_of(error) == _USAGE:
+            return _refuse(error)
         traceback.print_exc()
-        return _EXIT_FAULT
-    return 0
+        return _FAULT
+
+
+def _run() -> int:
+    from megatron.training.arguments import parse_args
+    from megatron.training.launch import find_ranks
+    ranks = find_ranks(os.environ)
+    config = parse_args(sys.argv[1:], world_size=ranks.world_size, read_checkpoint_args=_saved_settings)
+    _quiet_dependencies()
+    if config.lifecycle.dry_run:
+        from megatron.training.dry_run import dry_run
+
+        report = dry_run(config)
+        print("\n".join(report.lines), flush=True)
+        return 0 if report.fits else _USAGE
+    # After the settings: torch takes seconds to import, a mistyped flag should not.
+    from megatron.training.training import pretrain
+
+    return pretrain(config, ranks)
+
+
+def _refuse(error: Exception) -> int:
+    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+    return _USAGE
 
 
 def _saved_settings(checkpoint: CheckpointConfig) -> dict[str, object]:
@@ -81,18 +92,9 @@ def _quiet_dependencies() -> None:
 
 def _leave_soon() -> None:
     """See that a failed process ends although its threads, or the communication library's, wait for other ranks."""
-    timer = threading.Timer(_SECONDS_TO_LEAVE, os._exit, [_EXIT_FAULT])
+    timer = threading.Timer(_SECONDS_TO_LEAVE, os._exit, [_FAULT])
     timer.daemon = True
     timer.start()
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Whether our own code raised it, which means that it is one sentence for the user."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    name = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    return name.startswith(("megatron.training", "deep_offload", "__main__"))
 
 
 if __name__ == "__main__":  # checkpoint writers import this file again in their own process

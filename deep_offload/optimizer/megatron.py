@@ -129,6 +129,13 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._engine.update([self._adam_class(g) for g in self.param_groups], self._group_of, coefficient / scale)
         return True, norm, num_zeros
 
+    def drop_gradients(self) -> None:
+        """Leave `step` out after a backward pass, of which gradients may have been flushed: another one may follow."""
+        if self._hooks is not None:
+            self._hooks.end_of_backward()
+        self._reset_missing()
+        self._engine.skip_update()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
         zeroes."""

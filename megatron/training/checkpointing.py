@@ -30,6 +30,8 @@ from megatron.training.checkpointing_save import (
 from megatron.training.checkpointing_schedule import restore_schedule
 from megatron.training.checkpointing_status import Outcome, cost_lines, disk_bytes_per_second, write_status
 from megatron.training.config import CheckpointConfig, DataConfig
+from megatron.training.exit_codes import DISAMBIGUATE, FINISHED, code_of
+from megatron.training.rerun import Suspect, Verdict
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
@@ -74,6 +76,16 @@ class Checkpoints:
             self._poll(trainer, block=True)
             self._end(trainer, "resumable", stop_reason)
 
+    def after_verdict(self, trainer: Trainer, verdict: Verdict) -> None:
+        """Save the state before a step that was not done, if the verdict says so; the run ends now."""
+        if self._config.save is None:
+            return
+        if verdict.saves:
+            self._save(trainer, again=trainer.rerun is not None and trainer.rerun.suspect is not None)
+        self._poll(trainer, block=True)
+        outcome: Outcome = "resumable" if verdict.code == DISAMBIGUATE else "failed"
+        self._end(trainer, outcome, verdict.cause, verdict.code)
+
     def finish(self, trainer: Trainer) -> None:
         """Save the end of a complete run and wait for what is still being written."""
         if self._config.save is not None:
@@ -87,18 +99,21 @@ class Checkpoints:
         if self._config.save is not None:
             with contextlib.suppress(OSError):
                 lines = str(error).splitlines() or [""]
-                write_status(Path(self._config.save), "failed", f"{type(error).__name__}: {lines[0]}", self._iteration)
+                cause = f"{type(error).__name__}: {lines[0]}"
+                write_status(Path(self._config.save), "failed", cause, self._iteration, code_of(error))
 
-    def _end(self, trainer: Trainer, outcome: Outcome, cause: str) -> None:
+    def _end(self, trainer: Trainer, outcome: Outcome, cause: str, code: int = FINISHED) -> None:
         """Write SAVE/status. Raises RuntimeError if the run's last state could not be saved."""
         if self.last_error is not None:
             raise RuntimeError(f"the last checkpoint could not be saved: {self.last_error}")
         if trainer.ranks.is_first and self._config.save is not None:
-            write_status(Path(self._config.save), outcome, cause, trainer.state.iteration)
+            write_status(Path(self._config.save), outcome, cause, trainer.state.iteration, code)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer, again: bool = False) -> None:
+        """again: even if there is a checkpoint of this iteration, which lacks something."""
         config, iteration = self._config, trainer.state.iteration
-        if config.save is None or iteration in (self._last_saved, self._pending and self._pending.iteration):
+        has_it = iteration in (self._last_saved, self._pending and self._pending.iteration)
+        if config.save is None or (has_it and not again):
             return
         self._poll(trainer, block=True)  # one save at a time
         trainer.optimizer.synchronize()
@@ -160,6 +175,8 @@ class Checkpoints:
             "consumed_valid_samples": state.consumed_valid_samples,
         }
         ours = {"data": describe_data(trainer.config.data), "vocab_size": self._vocab_size}
+        if trainer.rerun is not None and trainer.rerun.suspect is not None:
+            ours["rerun"] = trainer.rerun.suspect.as_dict()
         with_optimizer = not self._config.no_save_optim
         return common_state(trainer.config, trainer.optimizer, trainer.scheduler, progress, ours, with_optimizer)
 
@@ -305,6 +322,14 @@ class Checkpoints:
         state.consumed_valid_samples = 0 if valid is None else int(valid)
         lines.append(f"going on after iteration {state.iteration}, {state.consumed_train_samples} samples")
         lines += changed_data(ours.get("data"), describe_data(trainer.config.data))
+        if ours.get("rerun"):
+            suspect = Suspect.of(ours["rerun"])
+            what = f"was saved because of iteration {suspect.iteration}: {suspect.what}, on {suspect.names()}"
+            if trainer.rerun is None:
+                lines.append(f"WARNING: the checkpoint {what}; --rerun-mode validate_results would look into it")
+            else:
+                trainer.rerun.suspect = suspect
+                lines.append(f"the checkpoint {what}; the step is computed on this machine now")
 
     def _restore_rng(self, reader: CheckpointReader, lines: list[str]) -> None:
         key = rng_key()

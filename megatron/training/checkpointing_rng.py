@@ -57,7 +57,8 @@ def set_rng(states: Any) -> None:
         if torch.cuda.is_initialized():
             torch.cuda.set_rng_state(state["cuda_rng_state"])
         if state["rng_tracker_states"]:
-            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+            # A copy: the tracker changes what it is given, and a step may be computed again twice.
+            tensor_parallel.get_cuda_rng_tracker().set_states(dict(state["rng_tracker_states"]))
     except (KeyError, TypeError, IndexError, RuntimeError) as error:
         raise ValueError(
             f"the random number states of the checkpoint cannot be used ({error}): load with --no-load-rng"

@@ -20,10 +20,15 @@ TORCHRUN_SECONDS = 30.0
 _PROBE_BYTES = 64 << 20
 
 
-def write_status(root: Path, outcome: Outcome, cause: str, iteration: int) -> None:
-    """Write SAVE/status, a line of JSON. Launchers read it, because torchrun turns every exit code but 0 into 1."""
-    text = json.dumps({"status": outcome, "cause": cause, "iteration": iteration})
-    replace_file(root / STATUS, (text + "\n").encode())
+def write_status(root: Path, outcome: Outcome, cause: str, iteration: int, code: int | None = None) -> None:
+    """Write SAVE/status, a line of JSON. Launchers read it, because torchrun turns every exit code but 0 into 1.
+
+    code: what the program ends with; None while it runs.
+    """
+    values: dict[str, object] = {"status": outcome, "cause": cause, "iteration": iteration}
+    if code is not None:
+        values["code"] = code
+    replace_file(root / STATUS, (json.dumps(values) + "\n").encode())
 
 
 def read_status(root: Path) -> dict[str, object] | None:

@@ -214,6 +214,13 @@ class LifecycleConfig:
     iterations_to_skip: tuple[int, ...] = ()
     """Iterations whose batches are read but not trained on."""
 
+    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "disabled"
+    """A loss or gradient that is not finite: skip the update; or compute the step again, save, and end with code 16
+    or 17. report_stats: compute every step twice and print by how much the results differ."""
+
+    check_for_spiky_loss: bool = False
+    """With --rerun-mode validate_results: compute a step whose loss jumps again, and report."""
+
     exit_interval: int | None = None
     """End after an iteration that is a multiple of this number."""
 

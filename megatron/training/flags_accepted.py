@@ -208,7 +208,6 @@ _GROUPS: tuple[tuple[str, dict[str, int | str]], ...] = (
         {
             "--error-injection-rate": 1,
             "--error-injection-type": 1,
-            "--check-for-spiky-loss": 0,
             "--check-for-large-grads": 0,
             "--check-weight-hash-across-dp-replicas-interval": 1,
             "--gpu-sniff-test-interval": 1,
@@ -251,11 +250,6 @@ ONLY: dict[str, tuple[tuple[str, ...], str, str]] = {
         "attention lets its library choose the kernel",
         "use one of them or drop the flag",
     ),
-    "--rerun-mode": (
-        ("disabled", "validate_results", "report_stats"),
-        "a faulty result stops the run instead of being computed again",
-        "use one of them or drop the flag",
-    ),
     "--data-impl": (("mmap", "infer"), "datasets are .bin/.idx pairs", "convert them with tools/preprocess_data.py"),
     "--dataset": (
         ("MMAP", "LLama-Pretrain-Idxmap"),
@@ -288,7 +282,6 @@ MAPPED: dict[str, tuple[int | str, str]] = {
 _OWN_PLAN = "every rank always writes and reads its own part, and nothing twice"
 
 NOT_YET: dict[str, str] = {
-    "check_for_nan_in_loss_and_grad": "a step that is not finite is always skipped and counted",
     "dist_ckpt_strictness": "missing keys always stop a load and further keys are always ignored",
     "ckpt_fully_parallel_save": _OWN_PLAN,
     "ckpt_fully_parallel_load": _OWN_PLAN,

@@ -68,10 +68,18 @@ class PostMortem:
         """Remember what the optimizer's state was to take."""
         self._planned_bytes = (host_bytes, device_bytes)
 
-    def after_step(self, trainer: Trainer, losses: dict[str, float], grad_norm: float, batch_size: int) -> Path | None:
+    def after_step(
+        self,
+        trainer: Trainer,
+        losses: dict[str, float],
+        grad_norm: float,
+        batch_size: int,
+        cause: str | None = None,
+    ) -> Path | None:
         """Write once if the step was not finite, unless a dynamic loss scale looks for its value; collective then.
 
-        The gradients of the step must still be in DDP's buffers. Returns the directory.
+        cause: what is known of it (default: that the gradient is not finite). The gradients of the step must still be
+        in DDP's buffers. Returns the directory.
         """
         precision = self._config.precision
         is_overflow = precision.fp16 and precision.loss_scale is None
@@ -92,8 +100,10 @@ class PostMortem:
         if self._rank != 0:
             return None
         self._lines.extend(everywhere[-1][2] if len(everywhere) > 1 else [])  # the last rank prints the log
+        if cause is None:
+            cause = f"the gradient of iteration {bad.iteration} is not finite ({grad_norm}); the update was skipped"
         lines = [
-            f"cause: the gradient of iteration {bad.iteration} is not finite ({grad_norm}); the update was skipped",
+            f"cause: {cause}",
             f"losses: {known}",
             "first bad parameter: "
             + (f"{found[0][1]} (rank {found[0][0]})" if found else "none: only sums are not finite"),

@@ -129,21 +129,39 @@ def mean(total: float, num_tokens: float) -> float:
     return total / num_tokens if num_tokens else 0.0
 
 
-def train_step(
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What a forward and backward pass left behind, beside the gradients in DDP's buffers.
+
+    reports: of `sum_losses`, on this rank; totals: of all micro-batches and data-parallel ranks, on the device.
+    """
+
+    reports: list[dict[str, torch.Tensor]]
+    totals: dict[str, torch.Tensor]
+
+
+def compute_gradients(
     forward: ForwardStep,
     data: list[Any],
     chunks: list[DistributedDataParallel],
     optimizer: DeepOffloadOptimizer,
     batches: MicroBatches,
-) -> StepResult:
-    """Do one update. The learning rate is left to the caller, who advances it when the step was not skipped."""
+) -> Gradients:
+    """Do the first half of a step: final gradients in DDP's buffers, nothing updated."""
     # First the optimizer, which may still be reading gradients and writing parameters of the step before.
     optimizer.zero_grad()
     for chunk in chunks:
         chunk.zero_grad_buffer()
     reports = run_schedule(forward, data, chunks, batches, forward_only=False)
+    return Gradients(reports, add_reports(reports))
+
+
+def apply_gradients(
+    chunks: list[DistributedDataParallel], optimizer: DeepOffloadOptimizer, gradients: Gradients
+) -> StepResult:
+    """Do the second half of a step. One whose gradients are not finite is skipped."""
     # Losses travel to the host before the update is queued, or reading them would wait for the update.
-    on_device = add_reports(reports)
+    on_device = gradients.totals
     totals = {name: total.to("cpu", non_blocking=True) for name, total in on_device.items()}
     copied = torch.cuda.Event() if any(total.is_cuda for total in on_device.values()) else None
     if copied is not None:
@@ -154,3 +172,14 @@ def train_step(
         copied.synchronize()  # the copies above; long done, since the optimizer has read the gradient norm
     losses = {name: mean(*total.tolist()) for name, total in totals.items()}
     return StepResult(losses, not succeeded, float(grad_norm), num_zeros)
+
+
+def train_step(
+    forward: ForwardStep,
+    data: list[Any],
+    chunks: list[DistributedDataParallel],
+    optimizer: DeepOffloadOptimizer,
+    batches: MicroBatches,
+) -> StepResult:
+    """Do one update. The learning rate is left to the caller, who advances it when the step was not skipped."""
+    return apply_gradients(chunks, optimizer, compute_gradients(forward, data, chunks, optimizer, batches))

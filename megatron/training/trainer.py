@@ -26,6 +26,7 @@ from megatron.training.metrics import Interval, LogValues, datetime_line, log_li
 from megatron.training.model import parameters_norm
 from megatron.training.postmortem import PostMortem
 from megatron.training.progress import ProgressLine, progress_file
+from megatron.training.rerun import Rerun, Verdict
 from megatron.training.run_record import RunRecord
 from megatron.training.schedule import learning_rates
 from megatron.training.tensorboard import ScalarWriter
@@ -56,6 +57,10 @@ class Checkpointing(Protocol):
 
     def after_step(self, trainer: Trainer, stop_reason: str | None) -> None:
         """Save if it is time, or if the run ends now because of `stop_reason`."""
+        ...
+
+    def after_verdict(self, trainer: Trainer, verdict: Verdict) -> None:
+        """Save the state before a step that was not done, if the verdict says so; the run ends now."""
         ...
 
     def finish(self, trainer: Trainer) -> None:
@@ -104,6 +109,9 @@ class Trainer:
             sys.stdout, os.environ if ranks.is_last else {"TERM": "dumb"}, config.num_iterations
         )
         self._print = report
+        mode, saves = config.lifecycle.rerun_mode, config.checkpoint.save is not None
+        checks = config.optim.check_for_nan_in_loss_and_grad, config.lifecycle.check_for_spiky_loss
+        self.rerun = None if mode == "disabled" else Rerun(mode, *checks, saves, self._report)
         self._valid: list[Any] | None = None
         self._writer = ScalarWriter(config, ranks.is_last)
         self._record = RunRecord(config, ranks.is_last)
@@ -133,6 +141,8 @@ class Trainer:
         """Run until the last iteration or until something asks to stop (see `stop_reason`)."""
         state, total = self.state, self.config.num_iterations
         iterators = self.data.train_iterators(state.consumed_train_samples)
+        if self.rerun is not None:
+            iterators = self.rerun.iterators(iterators)
         interval = Interval()
         if self._progress is not None:
             self._progress.started(self._flops(state.consumed_train_samples))
@@ -141,6 +151,9 @@ class Trainer:
         while state.iteration < total and self.stop_reason is None:
             batch_size = self.config.batch_size_at(state.consumed_train_samples)
             result = self._step(iterators, batch_size)
+            if self.verdict is not None:
+                self._end_by(self.verdict)
+                break
             state.iteration += 1
             state.consumed_train_samples += batch_size
             if result is not None:
@@ -173,14 +186,27 @@ class Trainer:
             return None
         self._empty_cache(2)
         self._profiling.before_step(number)
-        result = train_step(self._forward, iterators, self.chunks, self.optimizer, batches)
+        parts = self._forward, iterators, self.chunks, self.optimizer, batches
+        result = train_step(*parts) if self.rerun is None else self.rerun.step(number, *parts)
         if self._postmortem is not None:
-            folder = self._postmortem.after_step(self, result.losses, result.grad_norm, batch_size)
+            cause = None if self.verdict is None else self.verdict.cause
+            folder = self._postmortem.after_step(self, result.losses, result.grad_norm, batch_size, cause)
             if folder is not None:
                 self._say_first(f"WARNING: iteration {number} was not finite: see {folder}")
         self._profiling.after_step(number)
         self._empty_cache(1)
         return result
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Why the run ends before its next step, where results cannot be right; None while it goes on."""
+        return None if self.rerun is None else self.rerun.verdict
+
+    def _end_by(self, verdict: Verdict) -> None:
+        self.stop_reason = verdict.cause
+        if self._checkpointing is not None:
+            self._checkpointing.after_verdict(self, verdict)
+            self._note_checkpoint()
 
     def _micro_batches(self, batch_size: int) -> MicroBatches:
         size = self.config.batch.micro_batch_size

@@ -19,6 +19,7 @@ from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
 from megatron.training.device import describe_device
+from megatron.training.exit_codes import FINISHED
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.launch import Ranks
 from megatron.training.lifecycle import end_process_after
@@ -35,8 +36,8 @@ from megatron.training.trainer import Checkpointing, Trainer
 _SECONDS_TO_FAIL = 30.0
 
 
-def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing | None = None) -> None:
-    """Train a GPT as `config` says on this process, which is `ranks` of the job.
+def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing | None = None) -> int:
+    """Train a GPT as `config` says on this process, which is `ranks` of the job; returns the exit code, 0, 16 or 17.
 
     checkpointing: saves and restores; None does what --save and --load say. Raises ValueError, one sentence, for
     settings and data that cannot work, before anything large is allocated, and RuntimeError for faults of the run.
@@ -79,6 +80,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     watch.close()
     optimizer.close()
     shut_down()
+    return FINISHED if trainer.verdict is None else trainer.verdict.code
 
 
 def _vocabulary_rows(config: TrainingConfig, tokenizer: Tokenizer) -> int:
