@@ -216,7 +216,7 @@ def tune(run: Run) -> Row:
     shutil.rmtree(run.tuned, ignore_errors=True)
     if run.deadline - time.monotonic() < run.settings.tune_seconds:
         raise OutOfTime
-    words = [*run.training_words(), *shlex.split(OFFLOAD), *shlex.split(SAVING), *run.extra]
+    words = [*run.training_words(), *shlex.split(OFFLOAD), *shlex.split(SAVING)]
     command = [sys.executable, "pretrain_gpt.py", *words, "--load", str(run.ours), "--save", str(run.tuned)]
     text, row = run.call("tune", command)
     times = [float(word) for word in re.findall(r"elapsed time per iteration \(ms\): (\S+)", text)]

@@ -17,6 +17,7 @@ from megatron.training.checkpointing_format import BoxWriter, CheckpointReader
 from megatron.training.checkpointing_layout import COMMON, CONFIG, METADATA
 from megatron.training.checkpointing_safety import load_checked
 from megatron.training.checkpointing_save import write_common
+from megatron.training.conversion.ahead import one_ahead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,8 +45,7 @@ def write_checkpoint(
     common: what is no tensor; written: called with the bytes of each tensor when it is in the file.
     """
     with BoxWriter(folder, "__0_0.distcp") as writer:
-        for chunk in chunks:
-            tensor = chunk.make()
+        for chunk, tensor in zip(chunks, one_ahead(chunk.make for chunk in chunks)):
             assert tensor.dtype == chunk.dtype and tuple(tensor.shape) == chunk.shape, chunk
             if chunk.layer is None:
                 writer.add_tensor(chunk.key, chunk.shape, (0,) * len(chunk.shape), chunk.shape, tensor)

@@ -6,9 +6,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
+
+from megatron.training.conversion.ahead import one_ahead
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -49,7 +52,10 @@ def file_names(count: int) -> list[str]:
 
 
 def write_file(path: Path, entries: Sequence[Entry], read: Callable[[str], torch.Tensor]) -> None:
-    """Write one file; read(name) is called once for each entry, in order, and must return its dtype and shape."""
+    """Write one file; read(name) is called once for each entry, in order, and must return its dtype and shape.
+
+    It is called in another thread, while the tensor before is being written.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:
@@ -65,8 +71,7 @@ def write_file(path: Path, entries: Sequence[Entry], read: Callable[[str], torch
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for entry in entries:
-            tensor = read(entry.name)
+        for entry, tensor in zip(entries, one_ahead(partial(read, entry.name) for entry in entries)):
             assert tensor.dtype == entry.dtype and tuple(tensor.shape) == entry.shape, entry
             file.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
