@@ -72,6 +72,7 @@ def test_intervals_and_the_end_are_told_apart(pool, tmp_path):
     argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 2 --keep-last 2 --train-iters 9")
     pool.run(train, [*argv, "--exit-interval", "5"], ranks=1)
     assert read_status(tmp_path) == {
+        "code": 0,
         "status": "resumable",
         "cause": "iteration 5 is a multiple of --exit-interval 5",
         "iteration": 5,

@@ -205,7 +205,7 @@ TIER_2 = """
 --deterministic-mode -> lifecycle.deterministic_mode=True
 --distributed-backend gloo -> parallel.distributed_backend='gloo'
 --local-rank 0 -> note
---rerun-mode disabled -> note
+--rerun-mode validate_results -> lifecycle.rerun_mode='validate_results'
 --profile -> lifecycle.profile=True
 --profile-step-start 4 -> lifecycle.profile_step_start=4
 --profile-step-end 6 -> lifecycle.profile_step_end=6
