@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Token ids [batch, seq] to the mean loss of the next token (fp32 scalar). Every layer is recomputed in backward."""
+    """Token ids [batch, seq] to the mean loss of the next token (fp32 scalar). Backward recomputes every layer."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -242,7 +242,7 @@ def iterate(peer: Peer, work: Workload, iteration: int, device: torch.device) ->
 def iterate_phased(
     peer: Peer, work: Workload, iteration: int, device: torch.device
 ) -> tuple[Tensor, tuple[float, float, float]]:
-    """Run one iteration; returns the loss and the seconds of forward, backward and step, each until the device idles."""
+    """Run one iteration; returns the loss and the seconds of forward, backward and step, the device's included."""
     clock, forward, backward, step = Clock(device), 0.0, 0.0, 0.0
     loss = torch.zeros(())
     for tokens in batches(work, iteration, device):

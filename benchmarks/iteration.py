@@ -1,0 +1,200 @@
+"""Iterations of pretrain_gpt.py beside other systems, at the same shape on the same GPU.
+
+    python -m benchmarks.iteration --part full,half --output out/bench [--only ours_r0,ds_z2] [--limit-seconds 520]
+
+Parts: compute (no offload against plain torch), full (nothing resident against full offload), half (half resident),
+auto (residency chosen by the program, and variants), batches (larger batches), backward (cost of the gradient flush),
+end_to_end (100 iterations with evaluation). Each takes less than 9 minutes or is cut there; the same command again goes
+on where it stopped. Within a part our runs stand between those of the others, and a ratio compares neighbors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.runs import Record, Run, Session, read_records, run_part, spread
+
+OFFLOAD = "--interleaved-offload"
+NONE = Run("ours_none", expected_s=45)
+R0 = Run("ours_r0", f"{OFFLOAD} --offload-resident-fraction 0", expected_s=60)
+R05 = Run("ours_r05", f"{OFFLOAD} --offload-resident-fraction 0.5", expected_s=55)
+AUTO = Run("ours_auto", OFFLOAD, iterations=16, expected_s=60)
+FP32 = replace(R0, name="ours_r0_fp32_grads", fp32_grads=True)
+ONE_CONNECTION = replace(R0, name="ours_r0_one_connection", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+
+
+def peer(name: str, expected_s: float, words: str = "") -> Run:
+    return Run(name, words, ours=False, expected_s=expected_s)
+
+
+PLAIN, Z2, Z3 = peer("none", 30), peer("ds_z2", 130), peer("ds_z3", 130)
+HDO, HDO_HALF, FSDP2 = peer("hdo1.0", 80), peer("hdo0.5", 60), peer("fsdp2", 80)
+TWIN_HALF, TWIN_MOST = peer("ds_ratio0.5", 110), peer("ds_ratio0.8", 120)
+
+_EVALUATED = "--eval-iters 8 --eval-interval 50"
+_LONG = "--warmup 0 --phased 0 --whole 100 --eval-interval 50 --eval-batches 8"
+_ENDS = [replace(run, iterations=100, evaluation=_EVALUATED, expected_s=150) for run in (R0, AUTO)]
+
+
+def _batch(run: Run, size: int, count: int, iterations: int) -> Run:
+    name = f"{run.name}_{size}x{count}"
+    return replace(run, name=name, micro_batch_size=size, num_micro_batches=count, iterations=iterations, expected_s=75)
+
+
+def _backward(run: Run) -> Run:
+    return replace(run, name=f"{run.name}_timed", words=f"{run.words} --timing-log-level 2")
+
+
+_CPU_ONLY = replace(R0, name="ours_cpu", words=f"{R0.words} --offload-gpu-share 0")
+_BIG = [(_batch(NONE, s, c, n), _batch(R0, s, c, n)) for s, c, n in ((8, 1, 12), (8, 2, 11), (8, 8, 8))]
+
+PARTS: dict[str, list[Run]] = {
+    "compute": [PLAIN, NONE, PLAIN, NONE, PLAIN, NONE],
+    "full": [R0, Z2, R0, HDO, R0, FSDP2, R0, Z3, R0],
+    "half": [R05, TWIN_HALF, R0, HDO_HALF, R05, TWIN_MOST, R0],
+    "auto": [NONE, AUTO, NONE, AUTO, R0, FP32, R0, ONE_CONNECTION, R0],
+    "batches": [run for pair in _BIG for run in (*pair, *pair)],
+    "backward": [_backward(NONE), _backward(_CPU_ONLY), _backward(NONE), _backward(R0), _backward(_CPU_ONLY)],
+    "end_to_end": [_ENDS[0], peer("ds_z2", 330, _LONG), _ENDS[1]],
+    "end_to_end_z3": [_ENDS[0], peer("ds_z3", 440, _LONG)],
+}
+
+SMOKE = [
+    replace(PLAIN, shape="tiny", words="--threads 1 --warmup 0 --phased 1 --whole 2"),
+    replace(R0, shape="tiny", iterations=3, words=R0.words + " --offload-gpu-share 0.5 --offload-subgroup-numel 65536"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """In `part`, the iteration of `slow` takes at least `least` (or at most `most`) times that of `fast`."""
+
+    part: str
+    slow: str
+    fast: str
+    least: float | None = None
+    most: float | None = None
+
+    def verdict(self, ratio: float) -> str:
+        if self.least is not None:
+            return f">= {self.least}: " + ("reached" if ratio >= self.least else "MISSED")
+        if self.most is not None:
+            return f"<= {self.most}: " + ("reached" if ratio <= self.most else "MISSED")
+        return "reported"
+
+
+TARGETS = (
+    Target("compute", "ours_none", "none", most=1 / 0.9),
+    Target("full", "ds_z2", "ours_r0", 2.5),
+    Target("full", "hdo1.0", "ours_r0", 4.2),
+    Target("full", "fsdp2", "ours_r0", 4.6),
+    Target("full", "ds_z3", "ours_r0", 5.0),
+    Target("half", "ds_ratio0.5", "ours_r0", 3.5),
+    Target("half", "ds_ratio0.5", "ours_r05", 6.0),
+    Target("half", "hdo0.5", "ours_r05", 3.5),
+    Target("half", "ds_ratio0.8", "ours_r0"),
+    Target("auto", "ours_auto", "ours_none", most=1.1),
+    Target("auto", "ours_r0_fp32_grads", "ours_r0"),
+    Target("auto", "ours_r0_one_connection", "ours_r0"),
+    Target("batches", "ours_r0_8x1", "ours_none_8x1"),
+    Target("batches", "ours_r0_8x2", "ours_none_8x2", most=1.35),
+    Target("batches", "ours_r0_8x8", "ours_none_8x8", most=1.10),
+    Target("end_to_end", "ds_z2", "ours_r0"),
+    Target("end_to_end_z3", "ds_z3", "ours_r0"),
+    Target("smoke", "none", "ours_r0"),
+)
+
+
+def neighbor_ratios(records: Sequence[Record], slow: str, fast: str) -> list[float]:
+    """Return, for each run of `slow`, its iteration over that of the nearest runs of `fast` on both sides.
+
+    Only runs of the same boot of a machine count; one neighbor is enough.
+    """
+    done = [record for record in records if "failed" not in record]
+    ratios = []
+    for record in (r for r in done if r["name"] == slow):
+        others = [r for r in done if r["name"] == fast and r["machine"] == record["machine"]]
+        before = [r for r in others if r["position"] < record["position"]][-1:]
+        after = [r for r in others if r["position"] > record["position"]][:1]
+        near = [r["iteration_ms"] for r in (*before, *after)]
+        if near:
+            ratios.append(record["iteration_ms"] / (sum(near) / len(near)))
+    return ratios
+
+
+def report(part: str, records: Sequence[Record]) -> list[str]:
+    """Return the part's tables: medians with spread by name, then ratios beside their targets."""
+    lines = [f"## {part}", "| run | iteration, ms | update, ms | G parameters/s | GPU, GiB | host, GiB | runs |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for name in dict.fromkeys(record["name"] for record in records):
+        mine = [r for r in records if r["name"] == name and "failed" not in r]
+        if not mine:
+            lines.append(f"| {name} | failed | | | | | |")
+            continue
+        update = [r.get("update_ms") or r.get("step_ms") for r in mine]
+        rate = [r["update_g_per_s"] for r in mine if "update_g_per_s" in r]
+        gpu = max((r.get("gpu_gib", 0.0) for r in mine), default=0.0)
+        host = max(r["host_gib"] for r in mine)
+        times = spread([u for u in update if u]) if any(update) else ""
+        rates = f"{sum(rate) / len(rate):.2f}" if rate else ""
+        iterations = spread([r["iteration_ms"] for r in mine])
+        lines.append(f"| {name} | {iterations} | {times} | {rates} | {gpu} | {host} | {len(mine)} |")
+    for target in (t for t in TARGETS if t.part == part):
+        ratios = neighbor_ratios(records, target.slow, target.fast)
+        if ratios:
+            middle = sorted(ratios)[len(ratios) // 2]
+            values = " ".join(f"{ratio:.2f}" for ratio in ratios)
+            lines.append(f"{target.slow} / {target.fast}: {values}; {target.verdict(middle)}")
+    return [*lines, *_backward_lines(records), *_drift_lines(records)]
+
+
+def _backward_lines(records: Sequence[Record]) -> list[str]:
+    """Backward passes beside the time that their gradients need on the link are compared by hand: print both."""
+    timed = [r for r in records if "backward-compute" in r.get("times_ms", {})]
+    return [
+        f"{r['name']}: forward {r['times_ms'].get('forward-compute')} ms, backward {r['times_ms']['backward-compute']} "
+        f"ms, optimizer {r['times_ms'].get('optimizer')} ms, D2H {r['traffic'].get('d2h_bytes', 0)} bytes in all"
+        for r in timed
+    ]
+
+
+def _drift_lines(records: Sequence[Record]) -> list[str]:
+    """Late iterations beside early ones, for runs that are long enough."""
+    lines = []
+    for record in records:
+        times = record.get("iterations_ms", [])
+        if len(times) >= 50:
+            early, late = sorted(times[4:9])[2], sorted(times[-5:])[2]
+            lines.append(
+                f"{record['name']}: iterations 5-9 {early:.1f} ms, last five {late:.1f} ms ({late / early:.3f}), "
+                f"training {record['train_s']} s, process {record['process_s']} s"
+            )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", default="compute,full,half,auto", help=f"of {', '.join(PARTS)}; a comma between")
+    parser.add_argument("--only", default="", help="names of runs to do; default all")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"))
+    parser.add_argument("--limit-seconds", type=float, default=520.0, help="start nothing that would end later")
+    parser.add_argument("--report", action="store_true", help="run nothing, show what is there")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    options = parser.parse_args()
+    parts = {"smoke": SMOKE} if options.smoke else {name: PARTS[name] for name in options.part.split(",")}
+    only = tuple(word for word in options.only.split(",") if word)
+    session = Session(options.output, time.monotonic() + options.limit_seconds, only, options.smoke)
+    for name, runs in parts.items():
+        records = read_records(session.results, name) if options.report else run_part(name, runs, session)
+        print("\n".join(report(name, records)), flush=True)
+    failed = [r for name in parts for r in read_records(session.results, name) if "failed" in r]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
