@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,23 @@ class _Case:
 class RankPool:
     """`size` processes on this machine. A failed case ends them all; the next run starts new ones."""
 
-    def __init__(self, size: int, *, timeout_s: float = 120.0, threads: int = 1) -> None:
-        """timeout_s: of one run, start-up excluded; threads: of torch in each rank."""
+    def __init__(
+        self,
+        size: int,
+        *,
+        timeout_s: float = 120.0,
+        threads: int = 1,
+        method: str = "forkserver",
+        runs_per_start: int = RUNS_PER_START,
+    ) -> None:
+        """timeout_s: of one run, start-up excluded; threads: of torch in each rank.
+
+        method: how processes start. Those that use a GPU are spawned: importing megatron-core may look for GPUs, and
+        CUDA does not work in a process that is forked from one that did.
+        """
         self.size = size
+        self._context = multiprocessing.get_context(method)
+        self._runs_per_start = runs_per_start
         self._timeout_s = timeout_s
         self._threads = threads
         self._workers: list[tuple[Any, Connection]] = []
@@ -76,7 +91,7 @@ class RankPool:
         """
         count = self.size if ranks is None else ranks
         assert 1 <= count <= self.size, f"the pool has {self.size} ranks, not {count}"
-        if self._runs_since_start >= RUNS_PER_START:
+        if self._runs_since_start >= self._runs_per_start:
             self.close()
         if not self._workers:
             self._start()
@@ -108,9 +123,10 @@ class RankPool:
         self.close()
 
     def _start(self) -> None:
-        # Forked from a server that has imported torch but started no thread: as cheap as fork, as safe as spawn.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.rank_pool_preload"])
+        context = self._context
+        if isinstance(context, ForkServerContext):
+            # Forked from a server that has imported torch but started no thread: as cheap as fork, as safe as spawn.
+            context.set_forkserver_preload(["tests.rank_pool_preload"])
         for rank in range(self.size):
             here, there = context.Pipe()
             trace = os.path.join(self._folder.name, f"trace_{rank}")

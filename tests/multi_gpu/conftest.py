@@ -16,7 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture(scope="session")
 def pool():
     """Two ranks; runs make their own groups, over NCCL where there are GPUs."""
-    with RankPool(2, timeout_s=240) as ranks:
+    with RankPool(2, timeout_s=240, method="spawn", runs_per_start=100) as ranks:
         yield ranks
 
 
