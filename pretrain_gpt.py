@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import traceback
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +39,11 @@ def main() -> int:
 def _run() -> int:
     from megatron.training.arguments import parse_args
     from megatron.training.launch import find_ranks
+    from megatron.training.quiet import leave_out_known_warnings
+
+    leave_out_known_warnings()
     ranks = find_ranks(os.environ)
     config = parse_args(sys.argv[1:], world_size=ranks.world_size, read_checkpoint_args=_saved_settings)
-    _quiet_dependencies()
     if config.lifecycle.dry_run:
         from megatron.training.dry_run import dry_run
 
@@ -81,13 +82,6 @@ def _check_namespace() -> None:
             "install megatron-core>=0.16.1,<0.17, which has no package of that name"
         ) from None
     check_namespace(megatron.__path__)
-
-
-def _quiet_dependencies() -> None:
-    """Leave out what megatron-core says about packages that this program does not need."""
-    warnings.filterwarnings("ignore", message=r".*Apex\b.* not installed")
-    warnings.filterwarnings("ignore", message=r".torch\.distributed\.\w+. is deprecated")
-    warnings.filterwarnings("ignore", message="full scope is deprecated", module=r"megatron\.core")
 
 
 def _leave_soon() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,8 @@ class BatchShape:
     reset_attention_mask: bool = False
     is_packed: bool = False
     """Whether samples bring their own positions, which begin at 0 with each document."""
+    num_ids: int | None = None
+    """Token ids that the model can hold; others are refused. None accepts all."""
 
     def is_needed(self, is_first_stage: bool, is_last_stage: bool) -> bool:
         """Whether a pipeline stage reads data at all: inner ones do for document masks alone."""
@@ -48,7 +50,7 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None, shape: BatchShape
 
     data: the loader's iterator on tensor-parallel rank 0, None on the others, which get its batch broadcast.
     """
-    packed = _take(data, device, shape.is_packed) if data is not None else None
+    packed = _take(data, device, shape) if data is not None else None
     if parallel_state.get_tensor_model_parallel_world_size() > 1:
         if packed is None:
             size = (4 if shape.is_packed else 3, shape.micro_batch_size, shape.seq_length)
@@ -65,14 +67,33 @@ def next_batch(data: Iterator[dict[str, torch.Tensor]] | None, shape: BatchShape
     return Batch(tokens, labels, mask.float(), position_ids, attention_mask)
 
 
-def _take(data: Iterator[dict[str, torch.Tensor]], device: torch.device, is_packed: bool) -> torch.Tensor:
+def _take(data: Iterator[dict[str, torch.Tensor]], device: torch.device, shape: BatchShape) -> torch.Tensor:
     """Return tokens, labels, loss mask (0 or 1) and, if packed, positions of the next batch: [3 or 4, batch, seq]."""
     sample = next(data, None)
     if sample is None:
         raise RuntimeError("the data ended before the run: it was started with other sizes than it goes on with")
     names = ("tokens", "labels", "loss_mask", "position_ids")
-    parts = [sample[name] for name in names[: 4 if is_packed else 3]]
+    parts = [sample[name] for name in names[: 4 if shape.is_packed else 3]]
+    if shape.num_ids is not None:
+        _check_ids(parts[:2], shape.num_ids)
     return torch.stack([part.to(device, non_blocking=True).long() for part in parts])
+
+
+def _check_ids(parts: Iterable[torch.Tensor], num_ids: int) -> None:
+    """Raise ValueError, one sentence, for a token id that is not in 0 .. num_ids - 1.
+
+    On the host, where the batch still is: a device ends with an assertion that names nothing, and tensor-parallel
+    ranks take an id that none of them holds for zeros.
+    """
+    for part in parts:
+        smallest, largest = (int(bound) for bound in torch.aminmax(part))
+        if smallest < 0 or largest >= num_ids:
+            raise ValueError(
+                f"the data holds token id {smallest if smallest < 0 else largest}, but the model's vocabulary has "
+                f"{num_ids} ids: find the source with `python tools/data.py check DATA_PATH --vocab-size {num_ids}`, "
+                "then name the tokenizer that made it, or raise --vocab-size (of NullTokenizer) or "
+                "--make-vocab-size-divisible-by"
+            )
 
 
 def _positions(tokens: torch.Tensor, shape: BatchShape) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -122,6 +122,8 @@ class TrainingData:
             reset_position_ids=config.data.reset_position_ids,
             reset_attention_mask=config.data.reset_attention_mask,
             is_packed=config.data.sft,
+            # Without --unpadded-vocab-size a model may use its padding, as in Megatron.
+            num_ids=config.data.unpadded_vocab_size or config.data.padded_vocab_size,
         )
         self._config = config
         self._reads = [self.shape.is_needed(first, last) for first, last in stages]

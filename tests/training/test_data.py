@@ -186,3 +186,25 @@ def test_end_of_data_is_a_fault_with_a_reason():
     """An iterator that runs dry stops the run with a sentence instead of a bare StopIteration."""
     with pytest.raises(RuntimeError, match="the data ended"):
         next_batch(iter([]), BatchShape(1, 4, 9), CPU)
+
+
+@pytest.mark.parametrize(
+    "tokens, labels, bad", [([0, 9], [9, 0], None), ([0, 10], [1, 1], 10), ([1, 1], [1, 12], 12), ([-1, 0], [0, 0], -1)]
+)
+def test_token_ids_are_those_of_the_model(tokens, labels, bad):
+    """The first and the last id pass; one more, in tokens or labels, and negative ones do not."""
+    data = {"tokens": torch.tensor([tokens]), "labels": torch.tensor([labels]), "loss_mask": torch.ones(1, 2)}
+    shape = BatchShape(1, 2, 9, num_ids=10)
+    if bad is None:
+        assert next_batch(iter([data]), shape, CPU).tokens.tolist() == [tokens]
+        return
+    with pytest.raises(ValueError, match=f"token id {bad}, but the model's vocabulary has 10 ids"):
+        next_batch(iter([data]), shape, CPU)
+
+
+def test_limit_of_token_ids(prefix):
+    """The limit is the embedding with its padding, unless --unpadded-vocab-size takes that out of the loss."""
+    for words, limit in (("", 128), ("--unpadded-vocab-size 110", 110)):
+        config = settings(f"--train-iters 1 {words}", f"--data-path {prefix}").with_vocab(101)
+        data = TrainingData(config, check_data(config), tokenizer_of(config.data), [(True, True)])
+        assert data.shape.num_ids == limit
