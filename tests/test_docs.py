@@ -15,7 +15,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(p.relative_to(ROOT)) for p 
 BLOCK = re.compile(r"^```bash run\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#]+)(?:#[^)]*)?\)")
 # Programs and folders that the blocks name; they see these instead of the repository, where nothing may be written.
-SHARED = ("pretrain_gpt.py", "tools", "examples", "deep_offload", "megatron", "pyproject.toml")
+SHARED = ("pretrain_gpt.py", "tools", "examples", "deep_offload", "megatron", "docs", "pyproject.toml")
 
 
 def runnable_blocks(page: str) -> list[str]:

@@ -144,8 +144,10 @@ def _describe_run(run: RunShape, profile: HardwareProfile) -> list[str]:
     p = run.parallel
     virtual = f" x {p.virtual} virtual" if p.virtual > 1 else ""
     estimate = "; an ESTIMATE, expect large errors" if profile.is_estimate else ""
+    count = run.model.num_params
+    size = f"{count / 1e9:.2f} B" if count >= 1e7 else f"{count / 1e6:.2f} M"
     return [
-        f"model: {run.model.num_params / 1e9:.2f} B parameters, {run.model.num_layers} layers, sequence "
+        f"model: {size} parameters, {run.model.num_layers} layers, sequence "
         f"{run.seq_length}, micro-batch {run.micro_batch_size}, global batch {run.global_batch_size}",
         f"ranks: {p.world_size} = tensor {p.tensor} x pipeline {p.pipeline}{virtual} x data {p.data}, "
         f"{ranks_per_host(run, profile)} per host",
@@ -158,20 +160,21 @@ def describe_stage(stage: StageForecast, result: Forecast) -> list[str]:
     choice, model, profile = stage.choice, stage.model, result.profile
     where = f"stage {stage.pipeline_rank}: " if len(result.stages) > 1 else ""
     device, host = choice.device_bytes, choice.host_bytes
-    limit = format_bytes(GPU_MEMORY_SHARE * profile.gpu_memory_bytes) if profile.gpu_memory_bytes else "unknown"
+    # A profile of a machine without a GPU knows no limits.
+    gpu_limit = f" of {format_bytes(GPU_MEMORY_SHARE * profile.gpu_memory_bytes)}" if profile.gpu_memory_bytes else ""
     per_rank = profile.host_memory_bytes // result.ranks_per_host
+    host_limit = f" of {format_bytes(per_rank)}" if per_rank else ""
     return [
         where + describe_choice(choice, stage.layout),
-        f"{where}GPU bytes of a rank: {format_bytes(stage.gpu_bytes)} of {limit} = weights "
+        f"{where}GPU bytes of a rank: {format_bytes(stage.gpu_bytes)}{gpu_limit} = weights "
         f"{format_bytes(model.weights)}, gradients {format_bytes(model.gradients)}, activations "
         f"{format_bytes(model.activations)}, logits {format_bytes(model.head)}, working {format_bytes(model.working)}, "
         f"resident state {format_bytes(device.resident)}, slots {format_bytes(device.slots)}, upcast "
         f"{format_bytes(device.upcast)}",
-        f"{where}host bytes of a rank: {format_bytes(host.total)} of "
-        f"{format_bytes(per_rank) if per_rank else 'unknown'} = master {format_bytes(host.master)}, exp_avg "
-        f"{format_bytes(host.exp_avg)}, exp_avg_sq {format_bytes(host.exp_avg_sq)}, gradients "
-        f"{format_bytes(host.grad)}, outgoing weights {format_bytes(host.weight)}, page rounding "
-        f"{format_bytes(host.rounding)}",
+        f"{where}host bytes of a rank: {format_bytes(host.total)}{host_limit} = master "
+        f"{format_bytes(host.master)}, exp_avg {format_bytes(host.exp_avg)}, exp_avg_sq "
+        f"{format_bytes(host.exp_avg_sq)}, gradients {format_bytes(host.grad)}, outgoing weights "
+        f"{format_bytes(host.weight)}, page rounding {format_bytes(host.rounding)}",
     ]
 
 

@@ -1,8 +1,13 @@
-"""Train a byte-level BPE tokenizer and save it the way HuggingFace tools expect it."""
+"""Train a byte-level BPE tokenizer and save it the way HuggingFace tools expect it.
+
+`python -m examples.demo.tokenizer text.jsonl --vocab-size 8192 --output tokenizer` from the repository's root.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,3 +47,23 @@ def _texts(corpus: Path) -> Iterator[str]:
     with corpus.open(encoding="utf-8") as stream:
         for line in stream:
             yield json.loads(line)["text"]
+
+
+def main() -> int:
+    """Train on the file that the command line names."""
+    parser = argparse.ArgumentParser(prog="python -m examples.demo.tokenizer", description=__doc__.splitlines()[0])
+    parser.add_argument("corpus", type=Path, help="JSON lines with the text under `text`")
+    parser.add_argument("--vocab-size", type=int, default=8192, help="tokens at most (default: %(default)s)")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write tokenizer.json into")
+    options = parser.parse_args()
+    try:
+        num_tokens = train_tokenizer(options.corpus, options.vocab_size, options.output)
+    except (OSError, ValueError, KeyError) as error:
+        print(f"{parser.prog}: error: {options.corpus} cannot be used: {error}", file=sys.stderr)
+        return 1
+    print(f"trained a byte-level BPE tokenizer with {num_tokens} tokens in {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
