@@ -81,3 +81,16 @@ def full_tensor(named: NamedParam, local: torch.Tensor, vocab_size: int | None) 
     if named.is_vocabulary and vocab_size is not None:
         full = full[:vocab_size]
     return full
+
+
+def is_hashed_here(named: NamedParam, index: int, data_group: dist.ProcessGroup) -> bool:
+    """Whether this rank hashes the full tensor of its parameter number `index`: ranks share the work.
+
+    Data-parallel ranks have the same bits from a sum, tensor-parallel ranks those of a split parameter from a gather.
+    What tensor-parallel ranks hold as copies of their own all of them hash: copies that differ must show.
+    """
+    if index % data_group.size() != data_group.rank():
+        return False
+    group = parallel_state.get_tensor_model_parallel_group()
+    is_split = bool(getattr(named.param, "tensor_model_parallel", False))
+    return not is_split or index // data_group.size() % group.size() == group.rank()
