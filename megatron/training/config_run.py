@@ -225,7 +225,7 @@ class LifecycleConfig:
     """End after an iteration that is a multiple of this number."""
 
     exit_duration_in_mins: int | None = None
-    """End after this many minutes."""
+    """End after this many minutes from the start of the program."""
 
     exit_signal_handler: bool = False
     """On --exit-signal finish the iteration, save and end."""

@@ -16,6 +16,10 @@ import torch.distributed as dist
 from megatron.training.config import LifecycleConfig
 
 
+STARTED = time.monotonic()
+"""When this process began, but for its imports: --exit-duration-in-mins counts building and loading, too."""
+
+
 def end_process_after(seconds: float) -> threading.Timer:
     """End the process with code 1 if it is still there after `seconds`; the timer returned can be cancelled.
 
@@ -33,7 +37,6 @@ class StopWatch:
     def __init__(self, config: LifecycleConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._started = time.monotonic()
         self._signal_seen = 0
         self._previous: dict[int, Any] = {}
         if config.exit_signal_handler:
@@ -50,7 +53,7 @@ class StopWatch:
         if config.exit_signal_handler and (number := self._any_rank(self._signal_seen)):
             return f"{signal.Signals(number).name} was received"
         if config.exit_duration_in_mins is not None:
-            minutes = (time.monotonic() - self._started) / 60.0
+            minutes = (time.monotonic() - STARTED) / 60.0
             if self._any_rank(minutes > config.exit_duration_in_mins):
                 return f"--exit-duration-in-mins {config.exit_duration_in_mins} is over"
         if config.exit_interval is not None and iteration % config.exit_interval == 0:

@@ -67,6 +67,63 @@ def _late_signal(argv):
         trainer.train_step = original
 
 
+def _late_clock(argv, steps):
+    """Train while the clock of rank 1 alone passes the minute during step number `steps`."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from megatron.training import lifecycle, trainer
+
+    clock, done = mock.Mock(monotonic=lambda: lifecycle.STARTED + seconds()), []
+
+    def seconds():
+        return 61.0 if dist.get_rank() == 1 and len(done) >= steps else 59.0
+
+    def step(*args, **options):
+        done.append(1)
+        return original(*args, **options)
+
+    original = trainer.train_step
+    with mock.patch.object(trainer, "train_step", step), mock.patch.object(lifecycle, "time", clock):
+        return train(argv)["iteration"]
+
+
+def test_a_duration_that_is_over_ends_all_ranks_together(pool, tmp_path):
+    """The ranks' clocks may disagree: when the first is over the minute, both stop after the same step and save it."""
+    argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 100 --exit-duration-in-mins 1")
+    assert pool.run(_late_clock, argv, 3, ranks=2) == [3, 3]
+    assert read_status(tmp_path) == {
+        "code": 0,
+        "status": "resumable",
+        "cause": "--exit-duration-in-mins 1 is over",
+        "iteration": 3,
+    }
+    assert layout.find_checkpoint(tmp_path, None)[1] == 3
+
+
+def test_a_duration_ends_the_program_cleanly(tmp_path):
+    """In a process of its own, whose clock runs fast: code 0, the iteration's checkpoint, and the run can go on."""
+    save = tmp_path / "save"
+    argv = words(MODEL, OFFLOAD, f"--save {save} --save-interval 100000 --train-iters 100000 --exit-duration-in-mins 1")
+    code = (
+        "import runpy, sys, time, types; from megatron.training import lifecycle\n"
+        "began = time.monotonic()\n"
+        "fast = lambda: lifecycle.STARTED + (time.monotonic() - began) * 10\n"
+        "lifecycle.time = types.SimpleNamespace(monotonic=fast)\n"
+        "sys.argv[0] = 'pretrain_gpt.py'; runpy.run_path('pretrain_gpt.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    status = read_status(save)
+    assert (status["status"], status["code"]) == ("resumable", 0)
+    assert status["cause"] == "--exit-duration-in-mins 1 is over"
+    assert layout.find_checkpoint(save, None)[1] == status["iteration"] >= 1
+    assert f"training stops after iteration {status['iteration']}: --exit-duration-in-mins 1 is over" in done.stdout
+
+
 def test_intervals_and_the_end_are_told_apart(pool, tmp_path):
     """--exit-interval is resumable, the last iteration is finished, and a fault says so."""
     argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 2 --keep-last 2 --train-iters 9")
