@@ -1,7 +1,8 @@
 """Attention of the local layers over torch's scaled_dot_product_attention.
 
 megatron-core's own DotProductAttention keeps [seq, seq] probabilities for the backward pass: at sequence 2048 and
-32 heads 768 MiB a layer. The fused kernels keep the inputs, the output and one number per row.
+32 heads 768 MiB a layer. The fused kernels keep the inputs, the output and one number per row. Windows and documents on
+long sequences go through flex_attention (flex.py), which skips what is hidden; elsewhere through a mask.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention.flex_attention import BlockMask
+
+from megatron.training import flex
 
 
 class SDPAttention(MegatronModule):
@@ -52,28 +56,58 @@ class SDPAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> torch.Tensor:
-        """Attend. attention_mask: bool [batch or 1, 1, seq, seq], True hides a position; None is plain causal."""
+        """Attend. attention_mask: bool [batch or 1, 1, seq, seq], True hides a position; None is plain causal.
+
+        Each row sees an unbroken run of positions that ends at itself.
+        """
         assert attention_bias is None and packed_seq_params is None
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))  # [batch, heads, seq, width]
-        visible = None if attention_mask is None else ~attention_mask
         # A window that shows the whole sequence needs no mask, and the fastest kernels know none.
-        if self.window is not None and 0 <= self.window[0] < query.size(0) - 1:
-            near = _window(query.size(0), self.window, query.device)
+        cuts = self.window is not None and 0 <= self.window[0] < query.size(0) - 1
+        window = self.window if cuts else None
+        dropout = self.dropout if self.training else 0.0
+        out = None
+        if (window is not None or attention_mask is not None) and flex.is_usable(q, dropout):
+            out = flex.attend(q, k, v, _blocks(query.size(0), window, attention_mask, query.device), self.scale)
+        if out is None:
+            out = self._attend_with_mask(q, k, v, window, attention_mask, dropout)
+        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+    def _attend_with_mask(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: tuple[int, int] | None,
+        attention_mask: torch.Tensor | None,
+        dropout: float,
+    ) -> torch.Tensor:
+        visible = None if attention_mask is None else ~attention_mask
+        if window is not None:
+            near = _window(q.size(2), window, q.device)
             visible = near if visible is None else visible & near
         grouped = q.size(1) != k.size(1)
-        if grouped and query.is_cuda and (visible is not None or query.dtype == torch.float32):
+        if grouped and q.is_cuda and (visible is not None or q.dtype == torch.float32):
             # The only fused CUDA kernel for masks and fp32 knows no groups; torch would fall back to [seq, seq] scores.
             repeat = q.size(1) // k.size(1)
             k, v, grouped = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1), False
-        dropout = self.dropout if self.training else 0.0
         # Heads differ between tensor-parallel ranks, so must their dropout; under sequence parallelism the whole
         # block already runs inside the fork.
         forks = dropout > 0.0 and not self.config.sequence_parallel
         with tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext():
-            out = F.scaled_dot_product_attention(
+            return F.scaled_dot_product_attention(
                 q, k, v, visible, dropout, is_causal=visible is None, scale=self.scale, enable_gqa=grouped
             )
-        return out.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
+
+
+def _blocks(
+    seq_length: int, window: tuple[int, int] | None, attention_mask: torch.Tensor | None, device: torch.device
+) -> BlockMask:
+    back = None if window is None else window[0]
+    if attention_mask is not None:
+        return flex.document_blocks.get(attention_mask, back)
+    assert back is not None
+    return flex.window_blocks(seq_length, back, device)
 
 
 def causal_mask(seq_length: int, device: torch.device) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.training.attention import SDPAttention
+from megatron.training.compiler import can_compile
 from megatron.training.config import DtypeName, TrainingConfig
 from megatron.training.norm import Norm
 from megatron.training.parallel_residual import ParallelResidualLayer
@@ -58,7 +57,7 @@ def transformer_config(config: TrainingConfig, device: torch.device) -> Transfor
     model, precision, recompute = config.model, config.precision, config.recompute
     on_gpu = device.type == "cuda"
     dtype = TORCH_DTYPES[precision.params_dtype]
-    fuse = on_gpu and _can_compile()
+    fuse = on_gpu and can_compile()
     activation = _activation(config)
     # megatron-core's fused GELU is the tanh approximation.
     fuses_gelu = activation is F.gelu and model.bias_gelu_fusion and model.add_bias_linear
@@ -287,9 +286,3 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
     """Return max(x, 0) squared, any shape."""
     return F.relu(x).square()
-
-
-def _can_compile() -> bool:
-    """Whether megatron-core's fused elementwise functions (torch.compile with Triton) can be built here."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc") or shutil.which("clang")
-    return importlib.util.find_spec("triton") is not None and compiler is not None
