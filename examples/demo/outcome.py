@@ -14,6 +14,7 @@ MIN_LOSS_FALL = 2.0
 
 LANES = ("h2d", "d2h", "cpu", "gpu")
 TRAFFIC = re.compile(r"^> moved by lane (\w+): (?:[^(\n]*\()?(\d+) (?:bytes|params)\)?$", re.MULTILINE)
+NO_GPU = re.compile(r"^> training on the CPU\b", re.MULTILINE)
 DIGEST = re.compile(r"^state digest: (sha256:[0-9a-f]{64})$", re.MULTILINE)
 
 
@@ -23,13 +24,14 @@ class Outcome:
 
     validation: (iteration, loss in nats). traffic: what the run counted since its start, by lane: bytes over the link
     in each direction, parameters updated by each side. digest: of weights and optimizer state, None where none was
-    printed. operations: of each kind in the traced step.
+    printed. operations: of each kind in the traced step. has_gpu: False where the CPU stood in for one.
     """
 
     validation: tuple[tuple[int, float], ...]
     traffic: dict[str, int]
     digest: str | None
     operations: dict[str, int]
+    has_gpu: bool
 
     @property
     def num_subgroups(self) -> int:
@@ -54,6 +56,7 @@ def read_outcome(log: str, trace: Path) -> Outcome:
         traffic={name: int(amount) for name, amount in TRAFFIC.findall(log)},
         digest=digests[-1] if digests else None,
         operations=operations,
+        has_gpu=NO_GPU.search(log) is None,
     )
 
 
@@ -90,6 +93,8 @@ def summary_lines(outcome: Outcome, training_seconds: float) -> list[str]:
         amount = outcome.traffic.get(lane, 0)
         unit = f"{amount / 1e9:.2f} GB moved" if lane in ("h2d", "d2h") else f"{amount / 1e6:.0f} M parameter updates"
         lines.append(f"{lane:>4}  {title:<15} {unit:>24}  {outcome_count(outcome, lane)}")
+    if not outcome.has_gpu:
+        lines.append("no GPU: its side was a second set of buffers in host memory, worked on by threads of their own")
     lines.append(f"state digest {outcome.digest}")
     return lines
 

@@ -8,6 +8,7 @@ _CONTEXT = "context parallelism is not built here: use --tensor-model-parallel-s
 _LOWER = "8-bit and 4-bit training is not built here: use --bf16"
 _MULTI_TOKEN = "multi-token prediction is not built here: drop it"
 _SITE = "it is not built here: drop it"
+_DEEPSPEED = "DeepSpeed is not used: drop it, and let --interleaved-offload place optimizer state"
 
 REFUSED: dict[str, str] = {
     "--num-experts": _EXPERTS,
@@ -56,10 +57,16 @@ REFUSED: dict[str, str] = {
     "--no-rope-freq": "every layer rotates or none does: use --position-embedding-type",
     "--window-attn-skip-freq": "every layer has the same window: drop it",
     "--freeze-all-layers": "it is not built here: use --skip-train to evaluate only",
+    # Of Megatron's derivatives.
+    "--activations-checkpoint-method": "it was replaced: use --recompute-granularity full --recompute-method uniform",
+    "--num-key-value-heads": "it has another name: use --group-query-attention --num-query-groups",
+    "--no-pipeline-parallel": "it is --pipeline-model-parallel-size 1, the default: drop it",
     "--tensorboard-log-dir": "it has another name: use --tensorboard-dir",
 }
 
 REFUSED_PREFIXES: dict[str, str] = {
+    "--deepspeed": _DEEPSPEED,
+    "--zero-": _DEEPSPEED,
     "--fp8-": _LOWER,
     "--fp4-": _LOWER,
     "--first-last-layers-bf16": _LOWER,

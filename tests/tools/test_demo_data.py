@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
 from examples.demo import corpus
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +78,22 @@ def test_tokenizer_is_lossless_and_reproducible(text, tmp_path):
     assert tokenizer.token_to_id(END_OF_TEXT) == 0
     for sample in (json.loads(lines[7])["text"], "Zażółć\tgęślą 🙂 \x01\n  jaźń"):
         assert tokenizer.decode(tokenizer.encode(sample).ids, skip_special_tokens=False) == sample
+
+
+def test_tokenizer_command(tmp_path):
+    """The command trains on any JSON lines; a file that is none ends it with one sentence."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / "good.jsonl").write_text('{"text": "one word and another word"}\n')
+    (tmp_path / "bad.jsonl").write_text("plain text\n")
+    for name, code, said in (
+        ("good", 0, "trained a byte-level BPE tokenizer"),
+        ("bad", 1, "bad.jsonl cannot be used"),
+        ("no", 1, "No such file"),
+    ):
+        command = [sys.executable, "-m", "examples.demo.tokenizer", str(tmp_path / f"{name}.jsonl")]
+        command += ["--vocab-size", "300", "--output", str(tmp_path / "tokenizer")]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert result.returncode == code, result.stderr
+        assert said in result.stdout + result.stderr
+        assert len(result.stderr.splitlines()) == code
+    assert (tmp_path / "tokenizer" / "tokenizer.json").exists()

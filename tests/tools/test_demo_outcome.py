@@ -52,6 +52,13 @@ def test_good_run_passes(tmp_path):
     assert DIGEST in text and "9.050 -> 6.900" in text and "1.07 GB moved" in text
 
 
+def test_machine_without_a_gpu_is_said(tmp_path):
+    """Where the CPU stood in for a GPU the summary says so, and nowhere else."""
+    log = "> training on the CPU (2 threads), torch 2.13.0+cpu, 1 rank\n" + GOOD_LOG
+    assert any(line.startswith("no GPU: ") for line in summary_lines(outcome_of(tmp_path, log=log), 12.0))
+    assert not any(line.startswith("no GPU: ") for line in summary_lines(outcome_of(tmp_path), 12.0))
+
+
 @pytest.mark.parametrize(
     "old, new, problem",
     [

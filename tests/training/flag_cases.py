@@ -219,6 +219,7 @@ TIER_2 = """
 ! --patch-tokenizer-type Llama | --load m --mock-data --train-iters 10 -> data.tokenizer_type='HuggingFaceTokenizer'
 """
 
+DEEPSPEED = "DeepSpeed is not used: drop it, and let --interleaved-offload place optimizer state"
 SHARDED = "state is sharded by the distributed optimizer here: drop it, or see InterleavedAdamW for FSDP2"
 TIER_3 = {
     "--fp8-format hybrid": "8-bit and 4-bit training is not built here: use --bf16",
@@ -238,4 +239,11 @@ TIER_3 = {
     "--warmup 0.01": "it was replaced: use --lr-warmup-fraction",
     "--model-parallel-size 2": "it was replaced: use --tensor-model-parallel-size",
     "--fp8-hybrid": "8-bit and 4-bit training is not built here: use --bf16",
+    "--activations-checkpoint-method uniform": "it was replaced: use --recompute-granularity full --recompute-method "
+    "uniform",
+    "--num-key-value-heads 4": "it has another name: use --group-query-attention --num-query-groups",
+    "--no-pipeline-parallel": "it is --pipeline-model-parallel-size 1, the default: drop it",
+    "--deepspeed": DEEPSPEED,
+    "--deepspeed_config ds.json": DEEPSPEED,
+    "--zero-stage 2": DEEPSPEED,
 }
