@@ -5,9 +5,11 @@ Standard library only. The sections live in three modules and are all importable
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 from deep_offload.config import OffloadConfig
+from deep_offload.model.gpt import ParallelShape
 from megatron.training import batch_schedule
 from megatron.training.config_model import (
     FILLED,
@@ -167,6 +169,29 @@ class TrainingConfig:
             "change one of them",
         )
         self.parallel.num_virtual_stages(self.model.num_layers)
+        block = self.recompute.recompute_num_layers
+        if self.recompute.recompute_method == "uniform" and block is not None:
+            for layers in self._layers_of_chunks():
+                require(
+                    layers % block == 0,
+                    f"--recompute-method uniform cuts the {layers} layers of a model chunk into blocks of "
+                    f"--recompute-num-layers {block}, which does not divide them: use a divisor, or "
+                    "--recompute-method block",
+                )
+
+    def _layers_of_chunks(self) -> list[int]:
+        """Return the layers of each model chunk, of all pipeline ranks in turn."""
+        parallel, virtual = self.parallel, self.virtual_pipeline_model_parallel_size or 1
+        shape = ParallelShape(
+            pipeline=parallel.pipeline_model_parallel_size,
+            virtual=virtual,
+            first_layers=parallel.decoder_first_pipeline_num_layers,
+            last_layers=parallel.decoder_last_pipeline_num_layers,
+            counts_embedding=parallel.account_for_embedding_in_pipeline_split,
+            counts_loss=parallel.account_for_loss_in_pipeline_split,
+        )
+        places = itertools.product(range(shape.pipeline), range(virtual))
+        return [shape.num_layers(self.model.num_layers, rank, stage) for rank, stage in places]
 
     def _check_schedule(self) -> None:
         """--train-iters and the *-samples flags exclude each other, and the other way round, as in Megatron."""

@@ -7,6 +7,9 @@ import pytest
 from tests.parallel.parallel_cases import COMMON, LAYOUTS, LLAMA, Outcome, run_all
 from tests.rank_pool import RankPool
 
+Outcomes = list[list[Outcome]]
+"""Of each command line, by rank."""
+
 
 @pytest.fixture(scope="session")
 def pools():
@@ -31,9 +34,11 @@ def cache(tmp_path_factory):
 def train(pools, cache):
     """Run command lines in a layout on long-lived ranks: a list of outcomes by rank for each."""
 
-    def run(layout: str, lines: list[str], function=run_all, *arguments, model: str = LLAMA) -> list[list[Outcome]]:
+    def run(
+        layout: str, lines: list[str], function=run_all, *arguments, model: str = LLAMA, common: str = COMMON
+    ) -> Outcomes:
         ranks, flags = LAYOUTS[layout]
-        commands = [f"{model} {COMMON} {flags} {line}" for line in lines]
+        commands = [f"{model} {common} {flags} {line}" for line in lines]
         by_rank = pools(ranks).run(function, commands, cache, *arguments)
         return [list(outcomes) for outcomes in zip(*by_rank)]
 

@@ -55,7 +55,7 @@ class Follower:
         self.norms.append((self.own_norm, norm))
         if not updated:
             return
-        clip = min(1.0, self.clip / (norm + 1e-6))
+        clip = min(1.0, self.clip / (norm + 1e-6)) if self.clip > 0 else 1.0
         self.num_clipped += clip < 1.0
         for (number, index), param in self.params.items():
             group = optimizer.param_groups[optimizer._group_of[number]]
@@ -109,7 +109,10 @@ def _counts(param: torch.nn.Parameter) -> bool:
 
 
 def follow(command_lines: list[str], cache: str, clip: float = 0.5) -> list[Outcome]:
-    """Train each line with the oracle beside it; notes are [differences, norms (own, reported), steps clipped]."""
+    """Train each line with the oracle beside it; notes are [differences, norms (own, reported), steps clipped].
+
+    clip: what --clip-grad says; 0 does not clip.
+    """
     return run_all(command_lines, cache, lambda outcome: _followed(outcome, clip))
 
 

@@ -52,6 +52,8 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 1",
     ),
+    "pp2 virtual dp2": (4, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+    "tp2 pp2 dp2": (8, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 """Name -> (ranks, flags)."""
 
@@ -114,6 +116,8 @@ def train(command_line: str, ranks: Ranks, watch: Watch | None = None) -> Outcom
         stack.enter_context(_observed(outcome))
         # A process beside each rank, which has tests of its own and would cost as much time as a run here.
         stack.enter_context(mock.patch.object(training, "MemoryWatch", mock.Mock()))
+        # A pool ends all ranks of a case that fails: why it failed must not wait for lanes that never end.
+        stack.enter_context(mock.patch.object(training, "_clean_up_failure", mock.Mock()))
         if watch is not None:
             stack.enter_context(watch(outcome))
         pretrain(config, ranks)

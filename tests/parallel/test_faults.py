@@ -17,11 +17,13 @@ SCRIPT = str(Path(__file__).with_name("faulty_rank.py"))
 FLAGS = f"{LLAMA} {COMMON} --bf16 --train-iters 5 --global-batch-size 4 --overlap-grad-reduce --offload-gpu-share 0.5"
 
 
-def torchrun(script: str, flags: str, env: dict[str, str], prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
-    """Two ranks of this machine; output and errors together."""
-    command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
+def torchrun(
+    script: str, flags: str, env: dict[str, str], prefix: tuple[str, ...] = (), ranks: int = 2
+) -> subprocess.CompletedProcess:
+    """Ranks of this machine; output and errors together."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return subprocess.run(
-        [*command, *flags.split()],
+        [*prefix, *launcher, script, *flags.split()],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -43,16 +45,17 @@ def test_a_failing_rank_ends_the_job(tmp_path, cache, layout, fault, shown):
     assert "iteration        2/" in done.stdout
 
 
-def test_too_few_cores_are_said_once(cache):
-    """Two ranks pinned to one core: one warning with cores per rank and the predicted cost."""
+@pytest.mark.parametrize(("ranks", "cores"), [(2, 1), pytest.param(8, 2, marks=pytest.mark.full)])
+def test_too_few_cores_are_said_once(cache, ranks, cores):
+    """2 ranks pinned to one core, 8 ranks on two: one warning with cores per rank and the predicted cost."""
     script = str(Path(SCRIPT).parents[2] / "pretrain_gpt.py")
-    core = str(min(os.sched_getaffinity(0)))
-    flags = f"{FLAGS} --train-iters 2 --offload-resident-fraction 0"
-    done = torchrun(script, flags, {"DEEP_OFFLOAD_CACHE": cache}, ("taskset", "-c", core))
+    pinned = ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
+    flags = f"{FLAGS} --train-iters 2 --global-batch-size 8 --offload-resident-fraction 0"
+    done = torchrun(script, flags, {"DEEP_OFFLOAD_CACHE": cache}, ("taskset", "-c", pinned), ranks)
     assert done.returncode == 0, done.stdout[-2000:]
     warnings = [line for line in done.stdout.splitlines() if "cores per rank" in line]
     assert len(warnings) == 1
-    assert "0.5 cores per rank" in warnings[0] and "predicted" in warnings[0]
+    assert f"{cores / ranks:.2g} cores per rank" in warnings[0] and "predicted" in warnings[0]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,12 @@ OVERLAPS = {
     "reduce": "--overlap-grad-reduce",
     "reduce and gather": "--overlap-grad-reduce --overlap-param-gather",
 }
+LARGE = ("tp2 sp pp2 virtual", "pp2 virtual dp2", "tp2 pp2 dp2")
+"""Layouts of many ranks, for the long tests only."""
 TRAININGS = greedy_cover(
     product_rows(
         {
-            "layout": tuple(name for name in LAYOUTS if name not in ("one", "tp2 sp pp2 virtual")),
+            "layout": tuple(name for name in LAYOUTS if name not in ("one", *LARGE)),
             "precision": tuple(PRECISIONS),
             "overlap": tuple(OVERLAPS),
             "batch": (4, 8),
@@ -97,10 +99,11 @@ def test_the_cover_is_a_cover():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["pp2 virtual", "tp2 sp pp2 virtual"])
+@pytest.mark.parametrize("layout", ["pp2 virtual", *LARGE])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_offload_is_invisible_with_all_parallelisms(train, layout, precision):
-    """Tensor, sequence and interleaved pipeline parallelism together."""
+    """Tensor, sequence, interleaved pipeline and data parallelism together."""
     flags = f"{PRECISIONS[precision]} --global-batch-size 8 --overlap-grad-reduce --overlap-param-gather"
+    flags += " --offload-subgroup-numel 1000"
     want, got = train(layout, [f"{flags} {RESIDENT}", f"{flags} --offload-resident-fraction 0.2 --offload-stride 2"])
     check_same(got, want, layout)

@@ -190,6 +190,25 @@ def test_layers_that_cannot_be_cut_are_refused(layers, parallel):
         ParallelConfig(**parallel).num_virtual_stages(layers)
 
 
+@pytest.mark.parametrize(
+    ("block", "parallel", "layers"),
+    [
+        (3, {}, 4),
+        (2, {"pipeline_model_parallel_size": 4}, 1),
+        (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, 1),
+        (2, {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 1}, 1),
+    ],
+)
+def test_blocks_of_recomputation_divide_a_chunk(block, parallel, layers):
+    """Uniform blocks that leave layers over are refused with both numbers; megatron-core would run out of layers."""
+    shape = ParallelConfig(**parallel)
+    uniform = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=block)
+    world = {"parallel": shape, "world_size": shape.pipeline_model_parallel_size}
+    with pytest.raises(ValueError, match=f"the {layers} layers of a model chunk into blocks of .* {block}, which does"):
+        training(recompute=uniform, **world)
+    training(recompute=dataclasses.replace(uniform, recompute_method="block"), **world)
+
+
 def test_interleaved_sends_between_two_ranks_must_overlap():
     """Batched sends between two ranks mix up the two directions, so they are refused."""
     with pytest.raises(ValueError, match="mix up the two directions"):
