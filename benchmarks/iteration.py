@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from benchmarks.runs import Record, Run, Session, read_records, run_part, spread
+from benchmarks.runs import Record, Run, add_session_options, run_parts, spread
 
 OFFLOAD = "--interleaved-offload"
 NONE = Run("ours_none", expected_s=45)
@@ -180,20 +178,10 @@ def _drift_lines(records: Sequence[Record]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="compute,full,half,auto", help=f"of {', '.join(PARTS)}; a comma between")
-    parser.add_argument("--only", default="", help="names of runs to do; default all")
-    parser.add_argument("--output", type=Path, default=Path("out/bench"))
-    parser.add_argument("--limit-seconds", type=float, default=520.0, help="start nothing that would end later")
-    parser.add_argument("--report", action="store_true", help="run nothing, show what is there")
-    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+    add_session_options(parser)
     options = parser.parse_args()
     parts = {"smoke": SMOKE} if options.smoke else {name: PARTS[name] for name in options.part.split(",")}
-    only = tuple(word for word in options.only.split(",") if word)
-    session = Session(options.output, time.monotonic() + options.limit_seconds, only, options.smoke)
-    for name, runs in parts.items():
-        records = read_records(session.results, name) if options.report else run_part(name, runs, session)
-        print("\n".join(report(name, records)), flush=True)
-    failed = [r for name in parts for r in read_records(session.results, name) if "failed" in r]
-    return 1 if failed else 0
+    return run_parts(parts, options, report)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def fsdp2(model: PlainGPT, work: Workload, device: torch.device) -> Peer:
     # The CPU's part is needed by the clipping of gradients that live there.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     settings = {
-        "mesh": init_device_mesh(device.type, (1,)),
+        "mesh": init_device_mesh(device.type, (dist.get_world_size(),)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
     }

@@ -1,11 +1,12 @@
 """Runs of one benchmark part: each a process, its figures one JSON line, done once.
 
-A part is a list of runs in a fixed order. A run whose line is in the results file already is not repeated, so a part
+A part is a list of runs in a fixed order. A run that is in the results file and did not fail is not repeated, so a part
 that was cut short goes on where it stopped. Lines name the machine's boot: only runs of one boot are compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,31 @@ class Session:
         return self.output / RESULTS_FILE
 
 
+def add_session_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every program that runs parts."""
+    parser.add_argument("--only", default="", help="names of runs to do, a comma between; default all")
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="results.jsonl and logs")
+    parser.add_argument("--limit-seconds", type=float, default=520.0, help="start nothing that would end later")
+    parser.add_argument("--report", action="store_true", help="run nothing, show what is there")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU")
+
+
+def run_parts(
+    parts: Mapping[str, Sequence[Run]],
+    options: argparse.Namespace,
+    report: Callable[[str, Sequence[Record]], Sequence[str]],
+) -> int:
+    """Do and report these parts; returns the exit code: 1 where a run failed."""
+    only = tuple(word for word in options.only.split(",") if word)
+    session = Session(options.output, time.monotonic() + options.limit_seconds, only, options.smoke)
+    records: list[Record] = []
+    for name, runs in parts.items():
+        mine = read_records(session.results, name) if options.report else run_part(name, runs, session)
+        print("\n".join(report(name, mine)), flush=True)
+        records += mine
+    return 1 if any("failed" in record for record in records) else 0
+
+
 def machine_id() -> str:
     """What stays the same until the machine starts anew."""
     try:
@@ -94,17 +120,18 @@ def machine_id() -> str:
 
 
 def read_records(path: Path, part: str | None = None) -> list[Record]:
-    """Return the lines of a results file, of one part or of all."""
+    """Return a results file's newest line for each position of each part, or of one part."""
     if not path.exists():
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return [record for record in records if part in (None, record["part"])]
+    newest = {(record["part"], record["position"]): record for record in records}
+    return [record for record in newest.values() if part in (None, record["part"])]
 
 
 def run_part(part: str, runs: Sequence[Run], session: Session) -> list[Record]:
-    """Do what the part still lacks; returns its records in order, which may be fewer when time is up."""
+    """Do what the part lacks, failed runs again; returns its records in order, which may be fewer when time is up."""
     session.output.mkdir(parents=True, exist_ok=True)
-    done = {record["position"] for record in read_records(session.results, part)}
+    done = {record["position"] for record in read_records(session.results, part) if "failed" not in record}
     for position, run in enumerate(runs):
         if position in done or (session.only and run.name not in session.only):
             continue
@@ -146,7 +173,9 @@ def execute(part: str, position: int, run: Run, session: Session) -> Record:
     if code != 0:
         return {**record, "failed": f"code {code}: " + " / ".join(text.splitlines()[-4:])[-700:]}
     try:
-        return {**record, **(read_ours(folder, text) if run.ours else read_peer(text))}
+        if not run.ours:
+            return {**record, **read_peer(text)}
+        return {**record, **read_ours(folder, text), **read_plan(command)}
     except (LookupError, ValueError) as error:
         return {**record, "failed": f"its output was not understood: {error!r}"}
 
@@ -207,6 +236,18 @@ def read_ours(folder: Path, text: str) -> Record:
         record["busy"] = {lane: round(share, 3) for lane, share in updates[-1]["busy"].items()}
     digests = re.findall(r"state digest: (\S+)", text)
     return record if not digests else {**record, "digest": digests[-1]}
+
+
+def read_plan(command: Sequence[str]) -> Record:
+    """Return what --dry-run says about a command line, on the rates that the run has measured: GiB and milliseconds."""
+    result = subprocess.run([*command, "--dry-run"], capture_output=True, text=True)
+    record: Record = {}
+    for kind, name in (("GPU", "predicted_gpu_gib"), ("host", "predicted_host_gib")):
+        found = re.search(rf"^{kind} bytes of a rank: ([\d.]+) (GiB|MiB)", result.stdout, re.MULTILINE)
+        if found:
+            record[name] = float(found[1]) / (1.0 if found[2] == "GiB" else 1024.0)
+    found = re.search(r"^predicted iteration: ([\d.]+) ms", result.stdout, re.MULTILINE)
+    return record if found is None else {**record, "predicted_iteration_ms": float(found[1])}
 
 
 def _median_times(steps: Sequence[Record]) -> dict[str, float]:
