@@ -50,7 +50,7 @@ class Facts:
     isas: tuple[str, ...] = ()
     extension_problem: str = ""
     available_bytes: int | None = None
-    available_source: str = "nothing"
+    available_source: str = "none set"
     memlock_bytes: int | None = None
     huge_pages: str = ""
     """The kernel's choice for shared memory: always, within_size, advise, never, deny or force; empty: unknown."""

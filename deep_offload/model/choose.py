@@ -189,7 +189,7 @@ class _Search:
         subgroups = self.layout.subgroups
         wanted = self.config.offload_resident_fraction
         if wanted != "auto":
-            return int(len(subgroups) * wanted + 1e-9), f"; {wanted:g} of the state stays on the GPU as asked"
+            return int(len(subgroups) * wanted + 1e-9), f"; {wanted:g} of the state stays on the GPU"
         budget = self.limits.device_bytes
         if budget is None:
             return 0, "; no device budget is given, so nothing stays on the GPU"

@@ -46,7 +46,7 @@ def read_host_limits(
 
 def _cgroup_available(root: Path, self_cgroup: Path) -> tuple[int | None, str]:
     """Smallest (limit - use + reclaimable file cache) on the way from this process's group to the root."""
-    best: tuple[int | None, str] = (None, "nothing")
+    best: tuple[int | None, str] = (None, "none set")
     for directory, limit_name, usage_name in _memory_groups(root, self_cgroup):
         limit = _read_int(directory / limit_name)
         if limit is None or limit >= _UNLIMITED:

@@ -261,7 +261,9 @@ def report_lines(name: str, explanation: Explanation) -> list[str]:
     if explanation.contradiction is not None:
         lines.append(f"the flags contradict each other: {explanation.contradiction}")
     elif explanation.num_ranks is not None:
-        lines.append(f"the flags fit together (checked for {explanation.num_ranks} ranks)")
+        lines.append(
+            f"the flags fit together (checked for {explanation.num_ranks} rank{'s' * (explanation.num_ranks > 1)})"
+        )
     surprises = explanation.num_surprises
     lines.append("no surprises" if surprises == 0 else f"{surprises} surprise{'s' * (surprises > 1)}")
     return lines

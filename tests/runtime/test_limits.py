@@ -53,7 +53,7 @@ def test_no_limit_is_not_memtotal(tmp_path):
     (tmp_path / "cgroup").mkdir()
     found = limits(tmp_path, "0::/\n")
     assert found.available_bytes is None
-    assert found.source == "nothing"
+    assert found.source == "none set"
 
 
 @pytest.mark.parametrize(
