@@ -49,14 +49,14 @@ def _backward(run: Run) -> Run:
 
 
 _CPU_ONLY = replace(R0, name="ours_cpu", words=f"{R0.words} --offload-gpu-share 0")
-_BIG = [(_batch(NONE, s, c, n), _batch(R0, s, c, n)) for s, c, n in ((8, 1, 12), (8, 2, 11), (8, 8, 8))]
+_16K, _32K, _128K = ((_batch(NONE, s, c, n), _batch(R0, s, c, n)) for s, c, n in ((8, 1, 12), (8, 2, 11), (8, 8, 8)))
 
 PARTS: dict[str, list[Run]] = {
     "compute": [PLAIN, NONE, PLAIN, NONE, PLAIN, NONE],
     "full": [R0, Z2, R0, HDO, R0, FSDP2, R0, Z3, R0],
     "half": [R05, TWIN_HALF, R0, HDO_HALF, R05, TWIN_MOST, R0],
     "auto": [NONE, AUTO, NONE, AUTO, R0, FP32, R0, ONE_CONNECTION, R0],
-    "batches": [run for pair in _BIG for run in (*pair, *pair)],
+    "batches": [*_16K, *_32K, *_32K, *_128K, *_128K],
     "backward": [_backward(NONE), _backward(_CPU_ONLY), _backward(NONE), _backward(R0), _backward(_CPU_ONLY)],
     "end_to_end": [_ENDS[0], peer("ds_z2", 330, _LONG), _ENDS[1]],
     "end_to_end_z3": [_ENDS[0], peer("ds_z3", 440, _LONG)],
