@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,7 +113,9 @@ def load_weights(chunk: torch.nn.Module, folder: Path) -> None:
     state = chunk.sharded_state_dict()
     # What is left out are objects without content, which other layer implementations keep beside weights.
     weights = {key: value for key, value in state.items() if isinstance(value, ShardedTensor | ShardedTensorFactory)}
-    dist_checkpointing.load(weights, str(folder))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # megatron-core's way to call torch
+        dist_checkpointing.load(weights, str(folder))
 
 
 def model_logits(chunk: torch.nn.Module, tokens: torch.Tensor, vocab_rows: int) -> torch.Tensor:
