@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from deep_offload.model.cost import StateFormat, dram_bytes, op_seconds
+from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.memory import device_state_bytes
 from deep_offload.model.performance import share_of_bound
 from deep_offload.model.simulator import simulate
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Plan
-from deep_offload.plan.planner import build_plan
-from deep_offload.plan.timeline import Span, Timeline
+from deep_offload.plan.timeline import FORWARD, Phase, Span, Timeline, covered_seconds
 
 MEASURED, PREDICTED = "measured", "predicted"
 
@@ -25,13 +26,15 @@ _TOO_FAST = 1.25
 @dataclass(frozen=True, slots=True)
 class UpdateFacts:
     """One measured update. seconds: from the norm to its last operation; share_of_bound: 1 where the binding lane never
-    stood still; busy: share of each lane; attributed: part of the time in which at least one lane works."""
+    stood still; busy: share of each lane; attributed: part of the time in which at least one lane works;
+    in_place_seconds: from the norm until all parameters are in place, which is what predictions are of."""
 
     seconds: float
     share_of_bound: float
     lane: str
     busy: dict[str, float]
     attributed: float
+    in_place_seconds: float
 
     def __str__(self) -> str:
         text = f"{self.seconds * 1e3:.1f} ms, {100 * self.share_of_bound:.0f} % of bound, bound by {self.lane}"
@@ -63,17 +66,17 @@ class Expectation:
             return None
         share, lane = self.share_of_bound(timeline)
         busy = {work.value: timeline.busy_share(work) for work in Lane if work is not Lane.MAIN}
-        return UpdateFacts(timeline.update_seconds, share, lane, busy, attributed_share(timeline))
+        attributed = attributed_share(timeline)
+        return UpdateFacts(timeline.update_seconds, share, lane, busy, attributed, timeline.in_place_seconds)
 
-    def timeline(self, backward_seconds: float) -> Timeline:
-        """The second of two iterations with this backward pass and no forward pass."""
-        seconds = op_seconds(self.layout, self.state, self.profile)
-        plan = build_plan(self.layout, self.plan.placement, self.plan.num_slots, seconds)
+    def timeline(self, backward_seconds: float, forward_seconds: float = 0.0) -> Timeline:
+        """The second of two iterations with this last backward pass, and this first forward pass behind the update."""
         played = simulate(
-            plan,
+            self.plan,
             self.layout,
             self.state,
             self.profile,
+            forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
             num_iterations=2,
             num_ranks=self.num_ranks,
@@ -92,35 +95,70 @@ def backward_seconds(timeline: Timeline) -> float:
     return max(0.0, norm_end(timeline) - first)
 
 
+def forward_seconds(step: Timeline, following: Timeline) -> float:
+    """The first forward pass behind a step's update, which is of the following step, without what it waited for."""
+    passes = (phase for phase in following.phases if phase.kind == FORWARD)
+    first = next(passes, None)
+    if first is None:
+        return 0.0
+    waits = ((span.start - span.waited, span.start) for span in step.spans if span.waited > 0)
+    return first.seconds - covered_seconds(waits, first.start, first.end)
+
+
 def shifted(timeline: Timeline, seconds: float) -> Timeline:
-    """The same spans, later."""
+    """The same, later."""
     return Timeline(
-        tuple(Span(s.op, s.start + seconds, s.end + seconds, s.num_bytes, s.waited) for s in timeline.spans)
+        tuple(Span(s.op, s.start + seconds, s.end + seconds, s.num_bytes, s.waited) for s in timeline.spans),
+        tuple(Phase(p.kind, p.micro_batch, p.start + seconds, p.end + seconds) for p in timeline.phases),
+        tuple((at + seconds, num_bytes) for at, num_bytes in timeline.allocated),
     )
 
 
 def run_trace(steps: Sequence[Timeline], expected: Expectation | None) -> dict[str, Any]:
     """Trace events of steps with one clock. Each step's prediction starts its update when the measured one did.
 
-    Counters of the measured lanes: GB/s of each direction and of host memory, bytes in staging slots.
+    Counters of the measured lanes: GB/s of each direction and of host memory; bytes of state on the device, resident
+    and in staging slots; all bytes that torch's allocator gave out there.
     """
     measured = _joined(steps)
     timelines = {MEASURED: measured}
     if expected is not None and steps:
-        predictions = []
-        for step in steps:
-            prediction = expected.timeline(backward_seconds(step))
-            predictions.append(shifted(prediction, norm_end(step) - norm_end(prediction)))
-        timelines[PREDICTED] = _joined(predictions)
+        timelines[PREDICTED] = _joined(_predictions(steps, expected))
     trace = chrome_trace(timelines)
-    trace["traceEvents"] += _staged_counter(measured)
+    trace["traceEvents"] += _state_counter(measured, expected)
+    trace["traceEvents"] += [_sample("GPU bytes allocated", at, size / 2**20) for at, size in measured.allocated]
     if expected is not None:
         trace["traceEvents"] += _memory_counter(measured, expected)
     return trace
 
 
+def _predictions(steps: Sequence[Timeline], expected: Expectation) -> list[Timeline]:
+    """Each step as simulated, at its place. A forward pass ends where the next step's backward pass begins."""
+    predictions: list[Timeline] = []
+    cut = math.inf
+    for step, following in reversed(list(zip(steps, [*steps[1:], None]))):
+        forward = forward_seconds(step, following) if following is not None else 0.0
+        prediction = expected.timeline(backward_seconds(step), forward)
+        moved = shifted(prediction, norm_end(step) - norm_end(prediction))
+        spans = [
+            replace(s, start=min(s.start, cut), end=min(s.end, cut)) if s.op.lane is Lane.MAIN else s
+            for s in moved.spans
+        ]
+        predictions.append(Timeline(tuple(spans)))
+        cut = min((s.start for s in spans if s.op.kind is OpKind.GRADS_READY), default=cut)
+    return predictions[::-1]
+
+
 def _joined(steps: Sequence[Timeline]) -> Timeline:
-    return Timeline(tuple(span for step in steps for span in step.spans))
+    return Timeline(
+        tuple(span for step in steps for span in step.spans),
+        tuple(phase for step in steps for phase in step.phases),
+        tuple(sample for step in steps for sample in step.allocated),
+    )
+
+
+def _sample(name: str, at: float, value: float, unit: str = "MiB") -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": 0, "ts": at * 1e6, "args": {unit: round(value, 3)}}
 
 
 def _counter(name: str, changes: list[tuple[float, float]], unit: str) -> list[dict[str, Any]]:
@@ -129,13 +167,20 @@ def _counter(name: str, changes: list[tuple[float, float]], unit: str) -> list[d
     total = 0.0
     for at, change in sorted(changes):
         total += change
-        events.append({"ph": "C", "name": name, "pid": 0, "ts": at * 1e6, "args": {unit: round(total, 3)}})
+        events.append(_sample(name, at, total, unit))
     return events
 
 
-def _staged_counter(timeline: Timeline) -> list[dict[str, Any]]:
-    """MiB of state in staging slots: from the start of a prefetch to the end of the flush."""
-    changes: list[tuple[float, float]] = []
+def _state_counter(timeline: Timeline, expected: Expectation | None) -> list[dict[str, Any]]:
+    """MiB of state on the device: what is resident, and each slot from the start of a prefetch to the end of its flush.
+
+    Without an expectation nothing is offloaded, and what is resident is not known here.
+    """
+    if expected is None or not timeline.spans:
+        return []
+    placement, slots = expected.plan.placement, expected.plan.num_slots
+    resident = device_state_bytes(expected.layout, placement, expected.state, slots).resident
+    changes = [(min(span.start for span in timeline.spans), resident / 2**20)]
     staged: dict[int, float] = {}
     for span in timeline.spans:
         mebibytes = span.num_bytes / 2**20
@@ -144,7 +189,7 @@ def _staged_counter(timeline: Timeline) -> list[dict[str, Any]]:
             changes.append((span.start, mebibytes))
         elif span.op.kind is OpKind.FLUSH and span.op.subgroup in staged:
             changes.append((span.end, -staged.pop(span.op.subgroup)))
-    return _counter("GPU staging", changes, "MiB")
+    return _counter("GPU bytes", changes, "MiB")
 
 
 def _memory_counter(timeline: Timeline, expected: Expectation) -> list[dict[str, Any]]:
@@ -162,11 +207,18 @@ def _memory_counter(timeline: Timeline, expected: Expectation) -> list[dict[str,
 
 def attributed_share(timeline: Timeline) -> float:
     """Part of the update phase during which at least one lane works: what the trace explains."""
-    start = norm_end(timeline)
-    total = timeline.update_seconds
-    covered, reached = 0.0, start
-    for span in sorted(timeline.update_spans, key=lambda s: s.start):
-        if span.end > reached:
-            covered += span.end - max(span.start, reached)
-            reached = span.end
-    return min(1.0, covered / total) if total > 0 else 1.0
+    start, total = norm_end(timeline), timeline.update_seconds
+    if total <= 0:
+        return 1.0
+    return min(1.0, covered_seconds(((s.start, s.end) for s in timeline.update_spans), start, start + total) / total)
+
+
+def explained_share(steps: Sequence[Timeline]) -> float:
+    """Part of the time from the first step's norm to the last one's in which a lane works, or the loop computes or
+    waits; 1 for fewer than two steps."""
+    start, end = (norm_end(steps[0]), norm_end(steps[-1])) if steps else (0.0, 0.0)
+    if end <= start:
+        return 1.0
+    work = [(span.start - span.waited, span.end) for step in steps for span in step.spans]
+    work += [(phase.start, phase.end) for step in steps for phase in step.phases]
+    return covered_seconds(work, start, end) / (end - start)

@@ -13,7 +13,8 @@ import torch
 
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
-from deep_offload.model.trace import Expectation
+from deep_offload.model.trace import Expectation, norm_end
+from deep_offload.optimizer.step_marks import Mark, StepMarks, phases_of
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.execute import PlanRun
 from deep_offload.plan.layout import MasterStorage, ShardLayout, ShardSpec, Subgroup
@@ -68,7 +69,8 @@ class OffloadEngine:
     """Owns optimizer state and lanes of one rank.
 
     An iteration: `grads_ready(i)` for subgroups whose gradient is final, then `update(...)` or `skip_update()`, then
-    `wait_until_reusable()` before gradients are zeroed and parameters read. Calls come from one thread at a time.
+    `wait_until_reusable()` before gradients are zeroed and parameters read; a forward pass that reads them one after
+    the other may ask with `wait_for_params(count)` first. Calls come from one thread at a time.
     """
 
     def __init__(
@@ -96,21 +98,25 @@ class OffloadEngine:
         self._state_plan = StatePlan(
             layout, settings.placement, settings.split_master, settings.wire_dtype, tuple(s.param.dtype for s in shards)
         )
-        on_gpu = self._device.type == "cuda"
+        self._on_gpu = on_gpu = self._device.type == "cuda"
         self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn)
         self._device_state = DeviceState(self._state_plan, settings.num_slots, self._device)
         self._worker = SubgroupWorker(
             self._state_plan, self._host, self._device_state, self._buffers, settings.num_threads
         )
-        self._backend = LaneBackend(self._worker.handlers, CudaDevice(self._device) if on_gpu else HostDevice())
+        lanes = CudaDevice(self._device) if on_gpu else HostDevice()
+        self._backend = LaneBackend(self._worker.handlers, lanes)
+        self.marks = StepMarks(lanes, self._device)
+        self._closing_marks: tuple[Mark, ...] = ()
         self._run: PlanRun | None = None
         self._closing: PlanRun | None = None
         self._finished: PlanRun | None = None
-        self._kept: deque[PlanRun] = deque(maxlen=1)
+        self._kept: deque[tuple[PlanRun, tuple[Mark, ...]]] = deque(maxlen=1)
         self.expected: Expectation | None = None
         """What the placement was chosen by, where a profile of this machine was at hand."""
         self._ready: set[int] = set()
         self._segments = _SegmentTables(self._shards, layout, self._device)
+        self._num_in_place = 0
         self._waited = 0.0
         self.wait_seconds = 0.0
         """Seconds the training loop waited for the last update."""
@@ -148,6 +154,8 @@ class OffloadEngine:
         run = self._current()
         run.fire(OpKind.NORM_READY)
         self._closing, self._run = run, None
+        self._closing_marks = self.marks.take()
+        self._num_in_place, self._waited = 0, 0.0
         self._ready.clear()
         self._begin()
 
@@ -155,32 +163,27 @@ class OffloadEngine:
         """Leave this iteration's update out; state stays as it is. What was prefetched is dropped."""
         self._drop_run()
 
-    def wait_until_reusable(self, with_params: bool = True) -> None:
-        """Make the training loop wait until gradients may be overwritten and every parameter is in place.
-
-        with_params=False: only until gradients may; `wait_for_params` must follow before parameters are read.
-        """
-        if self._closing is None:
-            self._backend.raise_if_failed()
-            return
-        start = time.perf_counter()
-        self._closing.fire(OpKind.GRADS_REUSABLE)
-        self._waited = time.perf_counter() - start
-        if with_params:
-            self.wait_for_params(len(self.layout.subgroups))
-
     def wait_for_params(self, count: int) -> None:
         """Make the current stream of the training loop wait for the parameters of the first `count` subgroups."""
         if self._closing is None:
             return
         start = time.perf_counter()
-        for i in range(count):
+        for i in range(self._num_in_place, count):
             self._closing.fire(OpKind.PARAMS_NEEDED, i)
+        self._num_in_place = max(self._num_in_place, count)
         self._waited += time.perf_counter() - start
-        if count == len(self.layout.subgroups):
-            self.wait_seconds = self._waited
-            self._finished, self._closing = self._closing, None
-            self._kept.append(self._finished)
+
+    def wait_until_reusable(self) -> None:
+        """Make the training loop wait until every parameter is in place and gradients may be overwritten."""
+        if self._closing is None:
+            self._backend.raise_if_failed()
+            return
+        self.wait_for_params(len(self.layout.subgroups))
+        start = time.perf_counter()
+        self._closing.fire(OpKind.GRADS_REUSABLE)
+        self.wait_seconds = self._waited + time.perf_counter() - start
+        self._finished, self._closing = self._closing, None
+        self._kept.append((self._finished, self._closing_marks))
 
     def synchronize(self) -> None:
         """Wait for all lanes: state and parameters are final afterwards. Raises what a lane raised."""
@@ -199,9 +202,16 @@ class OffloadEngine:
     def timelines(self) -> list[Timeline]:
         """Measured times of the iterations that were kept, on one clock; synchronizes."""
         self.synchronize()
-        joined = self._backend.timeline([done for run in self._kept for done in run.completions])
-        size = len(self.plan.ops)
-        return [Timeline(joined.spans[i : i + size]) for i in range(0, len(joined.spans), size)]
+        kept = list(self._kept)
+        parts = [[*run.completions, *(mark.completion for mark in marks)] for run, marks in kept]
+        joined, steps = list(self._backend.timeline([done for part in parts for done in part]).spans), []
+        for run, marks in kept:
+            spans = tuple(joined[: len(run.completions)])
+            at = joined[len(spans) : len(spans) + len(marks)]
+            del joined[: len(spans) + len(marks)]
+            allocated = tuple((span.end, mark.allocated) for span, mark in zip(at, marks)) if self._on_gpu else ()
+            steps.append(Timeline(spans, phases_of(marks, at, norm_end(Timeline(spans))), allocated))
+        return steps
 
     def finished_timeline(self) -> Timeline | None:
         """Measured times of the last iteration that ended; None before the first, or while its flushes still run."""
@@ -234,14 +244,18 @@ class OffloadEngine:
         """Bytes of resident state and staging slots on the device."""
         return self._device_state.num_bytes
 
-    def read_state(self, i: int, start: int = 0, end: int | None = None) -> dict[str, torch.Tensor]:
+    def read_state(
+        self, i: int, start: int = 0, end: int | None = None, names: Sequence[str] = STATE_NAMES
+    ) -> dict[str, torch.Tensor]:
         """fp32 master, exp_avg and exp_avg_sq of elements [start, end) of subgroup i. Call `synchronize` first.
 
         Tensors may be views of the engine's own: read them before the next update and do not write.
         """
         piece = slice(start, self.layout.subgroups[i].numel if end is None else end)
         arrays = self._home(i)
-        state = {EXP_AVG: arrays[EXP_AVG][piece], EXP_AVG_SQ: arrays[EXP_AVG_SQ][piece]}
+        state = {name: arrays[name][piece] for name in (EXP_AVG, EXP_AVG_SQ) if name in names}
+        if MASTER not in names:
+            return state
         match self._storage(i):
             case MasterStorage.FULL:
                 state[MASTER] = arrays[MASTER][piece]

@@ -24,8 +24,15 @@ from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
-from deep_offload.optimizer.megatron_buffers import BufferMap, ForwardGathers, late_params, watch_backward
-from deep_offload.optimizer.megatron_names import full_tensor, named_params
+from deep_offload.optimizer.megatron_buffers import (
+    BufferMap,
+    ForwardGathers,
+    ForwardWaits,
+    late_params,
+    reset_counts,
+    watch_backward,
+)
+from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
@@ -88,8 +95,14 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             on_shards=self._shards_reduced,
             on_again=lambda _number: engine.skip_update(),
         )
-        self._gathers = None
-        if all(chunk.ddp_config.overlap_param_gather for chunk in chunks) and buffers.shards:
+        self._gathers: ForwardGathers | None = None
+        self._waits: ForwardWaits | None = None
+        self._must_zero = False
+        self._chunks[-1].register_forward_hook(self._after_forward)
+        if all(b.group.size() == 1 for b in buffers.shards):
+            ends = [max(subgroups, default=-1) + 1 for subgroups in self._subgroups_of]
+            self._waits = ForwardWaits(chunks, dict(zip(buffers.params, ends)), engine.wait_for_params)
+        elif all(chunk.ddp_config.overlap_param_gather for chunk in chunks):
             ends = [0] * (len(buffers.shards) + 1)
             for subgroup in engine.layout.subgroups:
                 ends[subgroup.shard + 1] = subgroup.index + 1
@@ -108,6 +121,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         A norm that is not finite on any rank skips the step on all of them and leaves state untouched. Returns when the
         work is with the lanes; `zero_grad` or `synchronize` waits for it.
         """
+        self._engine.marks.end_of_backward()
         if self._hooks is not None:
             self._hooks.end_of_backward()
         num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
@@ -136,15 +150,30 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._reset_missing()
         self._engine.skip_update()
 
+    def begin_step(self) -> None:
+        """Start an iteration in place of `zero_grad` and DDP's `zero_grad_buffer`; waits for as little as possible.
+
+        Each module's forward pass waits for its own parameters, and gradients are zeroed when the last chunk's first
+        forward pass ends: no backward pass begins before, not even of another chunk. Where gathers of parameters are
+        not overlapped, all of it happens here.
+        """
+        self._engine.marks.begin()
+        for chunk in self._chunks:
+            reset_counts(chunk)
+        self._must_zero = True
+        overlaps = self._waits is not None or self._gathers is not None
+        if self._is_settled or not overlaps:
+            self._settle()
+            self._zero_grads()
+        elif self._gathers is not None:
+            self._is_settled = True
+            self._gathers.begin()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
-        zeroes."""
-        if self._gathers is None or self._is_settled:
-            self._settle()
-            return
-        self._is_settled = True
-        self._engine.wait_until_reusable(with_params=False)
-        self._gathers.begin()
+        zeroes, in loops that do not use `begin_step`."""
+        self._engine.marks.begin()
+        self._settle()
 
     def synchronize(self) -> None:
         """Make state and parameters final: before evaluation, checkpoints, exit."""
@@ -167,6 +196,18 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         for chunk in self._chunks:
             if not chunk.ddp_config.overlap_param_gather:  # else the forward pre-hooks gather
                 chunk.start_param_sync()
+
+    def _after_forward(self, *_unused: Any) -> None:
+        if self._must_zero:
+            self._engine.wait_until_reusable()
+            self._is_settled = True
+            self._zero_grads()
+
+    def _zero_grads(self) -> None:
+        self._must_zero = False
+        for chunk in self._chunks:
+            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+                buffer.reset()
 
     def _param_ready(self, number: int) -> None:
         for i in self._subgroups_of[number]:
@@ -394,8 +435,9 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         return self._engine.expected
 
     def keep_timelines(self, num_steps: int) -> None:
-        """Keep the lanes of the last `num_steps` steps for `timelines`."""
+        """Keep the lanes of the last `num_steps` steps for `timelines`, with forward and backward passes."""
         self._engine.keep_timelines(num_steps)
+        self._engine.marks.watch(self._chunks)
 
     def timelines(self) -> list[Timeline]:
         """Measured lanes of the steps that were kept, on one clock; synchronizes."""
@@ -423,14 +465,13 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self.synchronize()
         number_of = self._buffers.number_of()
         hasher = EntryHasher()
-        for named in named_params(self._chunks):
-            if named.is_tied_copy:
-                continue
-            number = number_of[named.param]
-            tensors = {"param": self._gather(number, None)}
-            tensors.update({name: self._gather(number, name) for name in STATE_NAMES})
-            for kind, local in tensors.items():
-                hasher.add(named.name, kind, full_tensor(named, local, vocab_size))
+        trained = [named for named in named_params(self._chunks) if not named.is_tied_copy]
+        for index, named in enumerate(trained):
+            mine = is_hashed_here(named, index, self._buffers.shards[0].group)
+            for kind, name in (("param", None), *zip(STATE_NAMES, STATE_NAMES)):
+                full = full_tensor(named, self._gather(number_of[named.param], name), vocab_size)
+                if mine:
+                    hasher.add(named.name, kind, full)
         return sorted(set(_all_entries(hasher.finish())))
 
     def _ranges(self, number: int) -> Iterator[tuple[Subgroup, int, int, int]]:
@@ -449,7 +490,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         for s, low, high, at in self._ranges(number):
             source = self._buffers.shards[s.shard].shard.param[low:high]
             if name is not None:
-                source = self._engine.read_state(s.index, low - s.start, high - s.start)[name]
+                source = self._engine.read_state(s.index, low - s.start, high - s.start, (name,))[name]
             flat[at : at + high - low].copy_(source)
         group = self._buffers.shards[0].group
         if group.size() > 1:  # pieces are disjoint, the rest is zero: a sum of bytes keeps every bit

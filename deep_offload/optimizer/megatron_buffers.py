@@ -1,9 +1,9 @@
 """The only code that reads the insides of megatron-core's DistributedDataParallel.
 
 Attributes read: DDP.{buffers, expert_parallel_buffers, bucket_groups, expert_parallel_bucket_groups, ddp_config,
-config};
-buffer.{buckets, param_index_map, data_parallel_group}; bucket.{param_data, grad_data, offset, params_list,
-numel_unpadded, gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch, grad_reduce_handle}.
+config, params_with_grad}; buffer.{buckets, param_index_map, data_parallel_group}; bucket.{param_data, grad_data,
+offset, params_list, numel_unpadded, gradient_scaling_factor}; bucket_group.{buckets, is_last_microbatch,
+grad_reduce_handle}.
 `tests/optimizer/test_megatron_contract.py` names each, so that a new megatron-core breaks one file with one message.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,6 +267,41 @@ class ReductionHooks:
     def end_of_backward(self) -> None:
         """The iteration's gradients are complete."""
         self._reported.clear()
+
+
+def reset_counts(chunk: DistributedDataParallel) -> None:
+    """What DDP's `zero_grad_buffer` does at the start of an iteration besides zeroing."""
+    for param in chunk.params_with_grad:
+        param.grad_added_to_main_grad = False
+    for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+        group.reset()
+
+
+class ForwardWaits:
+    """With one data-parallel rank: each module's forward pass waits until its own parameters are in place.
+
+    So the first layers compute while the last ones are still being updated.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[DistributedDataParallel],
+        end_of: Mapping[torch.nn.Parameter, int],
+        wait_for_params: Callable[[int], None],
+    ) -> None:
+        """end_of: number of subgroups, from the first, that must be in place before a parameter is read."""
+        self._wait_for_params = wait_for_params
+        for chunk in chunks:
+            for module in chunk.module.modules():
+                count = max((end_of.get(p, 0) for p in module.parameters(recurse=False)), default=0)
+                if count:
+                    module.register_forward_pre_hook(self._hook(count), prepend=True)
+
+    def _hook(self, count: int) -> Callable[..., None]:
+        def hook(*_unused: Any) -> None:
+            self._wait_for_params(count)
+
+        return hook
 
 
 class ForwardGathers:

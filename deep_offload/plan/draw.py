@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deep_offload.plan.ops import NO_SUBGROUP, Lane, OpKind, parse_op
-from deep_offload.plan.timeline import Span, Timeline
+from deep_offload.plan.timeline import BACKWARD, FORWARD, NORM, Phase, Span, Timeline
 
 _FILL = {
     OpKind.GRADS_READY: "<",
@@ -21,6 +21,7 @@ _FILL = {
     OpKind.UPDATE_CPU: "#",
     OpKind.UPDATE_GPU: "#",
 }
+_PHASE_FILL = {FORWARD: ">", BACKWARD: "<", NORM: "|"}
 LEGEND = (
     "# update, = state (h2d prefetch, d2h flush), - gradients (d2h) and weights (h2d), < backward, > next forward, "
     "numbers are subgroups, % is the busy share of the update"
@@ -32,12 +33,14 @@ def draw_lanes(timeline: Timeline, width: int = 100) -> str:
 
     A span takes at least one character; its subgroup's number is written where it fits.
     """
-    end = max((span.end for span in timeline.spans), default=0.0)
+    end = max((span.end for span in (*timeline.spans, *timeline.phases)), default=0.0)
     if end <= 0:
         return "(an empty timeline)"
     lines = []
     for lane in Lane:
         row = [" "] * width
+        for phase in timeline.phases if lane is Lane.MAIN else ():
+            _fill(row, phase.start / end, phase.end / end, _PHASE_FILL[phase.kind])
         for span in timeline.lane(lane):
             _draw_span(row, span, end)
         share = "" if lane is Lane.MAIN else f" {100 * timeline.busy_share(lane):3.0f} %"
@@ -48,13 +51,19 @@ def draw_lanes(timeline: Timeline, width: int = 100) -> str:
 
 
 def _draw_span(row: list[str], span: Span, end: float) -> None:
-    width = len(row)
-    first = min(width - 1, int(span.start / end * width))
-    last = max(first + 1, min(width, round(span.end / end * width)))
-    row[first:last] = _FILL[span.op.kind] * (last - first)
+    first, last = _fill(row, span.start / end, span.end / end, _FILL[span.op.kind])
     label = "" if span.op.subgroup == NO_SUBGROUP else str(span.op.subgroup)
     if len(label) < last - first:
         row[first : first + len(label)] = label
+
+
+def _fill(row: list[str], start: float, end: float, letter: str) -> tuple[int, int]:
+    """Write one letter between two parts of the row, at least once; returns where."""
+    width = len(row)
+    first = min(width - 1, int(start * width))
+    last = max(first + 1, min(width, round(end * width)))
+    row[first:last] = letter * (last - first)
+    return first, last
 
 
 def _scale(end: float, width: int) -> str:
@@ -70,7 +79,8 @@ def _scale(end: float, width: int) -> str:
 def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """Return trace events for chrome://tracing and ui.perfetto.dev: one process per timeline, one thread per lane.
 
-    An event's args hold the operation's text, subgroup, slot and bytes. Counter tracks show GB/s of the link.
+    An event's args hold the operation's text, subgroup, slot and bytes; main has the loop's own phases too. Counter
+    tracks show GB/s of the link.
     """
     events: list[dict[str, Any]] = []
     for pid, (name, timeline) in enumerate(timelines.items()):
@@ -78,6 +88,7 @@ def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
         for tid, lane in enumerate(Lane):
             events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane.value}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+        events += [_phase(phase, pid) for phase in timeline.phases]
         events += [_event(span, pid) for span in timeline.spans]
         events += [_wait(span, pid) for span in timeline.spans if span.waited > 0]
         for lane in (Lane.H2D, Lane.D2H):
@@ -103,6 +114,19 @@ def _event(span: Span, pid: int) -> dict[str, Any]:
         "ts": span.start * 1e6,
         "dur": span.seconds * 1e6,
         "args": args,
+    }
+
+
+def _phase(phase: Phase, pid: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": phase.label,
+        "cat": "phase",
+        "pid": pid,
+        "tid": list(Lane).index(Lane.MAIN),
+        "ts": phase.start * 1e6,
+        "dur": phase.seconds * 1e6,
+        "args": {"phase": phase.kind, "micro_batch": phase.micro_batch, "seconds": [phase.start, phase.end]},
     }
 
 
@@ -132,21 +156,30 @@ def _link_counter(timeline: Timeline, lane: Lane, pid: int) -> list[dict[str, An
 
 
 def read_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
-    """The inverse of `chrome_trace`. Raises ValueError, one sentence, when the events are not ours."""
+    """The inverse of `chrome_trace`, without samples of memory.
+
+    Raises ValueError, one sentence, when the events are not ours.
+    """
     try:
         events: Sequence[Mapping[str, Any]] = trace["traceEvents"]
         names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
         spans: dict[int, list[Span]] = {pid: [] for pid in names}
+        phases: dict[int, list[Phase]] = {pid: [] for pid in names}
         for event in events:
-            if event["ph"] == "X" and event["cat"] != "wait":
-                start, end = event["args"]["seconds"]
+            if event["ph"] != "X" or event["cat"] == "wait":
+                continue
+            start, end = event["args"]["seconds"]
+            if event["cat"] == "phase":
+                phase = Phase(event["args"]["phase"], event["args"]["micro_batch"], start, end)
+                phases[event["pid"]].append(phase)
+            else:
                 found = Span(
                     parse_op(event["args"]["op"]), start, end, event["args"]["bytes"], event["args"].get("waited", 0.0)
                 )
                 spans[event["pid"]].append(found)
     except (KeyError, TypeError) as error:
         raise ValueError(f"this trace was not written by deep_offload ({error!r} is missing or wrong)") from error
-    return {names[pid]: Timeline(tuple(found)) for pid, found in spans.items()}
+    return {names[pid]: Timeline(tuple(found), tuple(phases[pid])) for pid, found in spans.items()}
 
 
 def trace_to_json(timelines: Mapping[str, Timeline]) -> str:

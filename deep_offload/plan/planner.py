@@ -123,14 +123,15 @@ class _Builder:
             self._emit(OpKind.UPDATE_GPU, residents.popleft(), (norm,))
 
     def _fence(self) -> None:
+        """What the next iteration waits for: parameters in the order of its forward pass, then gradients."""
+        for i, place in enumerate(self.placement):
+            writer = self.index[OpKind.PARAM_H2D if place is Place.CPU else OpKind.UPDATE_GPU, i]
+            self._emit(OpKind.PARAMS_NEEDED, i, (writer,))
         readers = [
             self.index[OpKind.GRAD_FLUSH if place is Place.CPU else OpKind.UPDATE_GPU, i]
             for i, place in enumerate(self.placement)
         ]
         self._emit(OpKind.GRADS_REUSABLE, after=tuple(sorted(readers)))
-        for i, place in enumerate(self.placement):
-            writer = self.index[OpKind.PARAM_H2D if place is Place.CPU else OpKind.UPDATE_GPU, i]
-            self._emit(OpKind.PARAMS_NEEDED, i, (writer,))
 
     def _with_previous(self, op: Op) -> Op:
         """Edges into the iteration before: a first prefetch reads what that iteration's flushes wrote and reuses its

@@ -179,6 +179,7 @@ class CudaDevice:
         return Span(completion.op, start, end, completion.num_bytes, waited)
 
     def _host_time(self, event: torch.cuda.Event) -> float:
+        event.synchronize()  # those of the loop's own stream may be behind the lanes
         return self._origin + self._origin_event.elapsed_time(event) * 1e-3
 
 

@@ -13,6 +13,7 @@ from loop_cases import GPT_LIKE, LLAMA_LIKE, pairwise, train
 from megatron.core.utils import unwrap_model
 from oracle import OracleParam
 
+from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.plan.ops import LANE_OF, OpKind
 from deep_offload.runtime.lanes import HostDevice
 from deep_offload.runtime.worker import SubgroupWorker
@@ -175,6 +176,31 @@ def healthy_digest():
 def test_mutation_a_copy_left_out(monkeypatch, healthy_digest, handler):
     """Without the flush, the parameter upload, the gradient flush or the prefetch the digest differs."""
     monkeypatch.setattr(SubgroupWorker, handler, lambda self, op: 0)
+    assert train(MUTATED).digest != healthy_digest
+
+
+def test_each_module_waits_for_its_own_parameters(monkeypatch, healthy_digest):
+    """The first layers' forward pass asks for few subgroups, later ones for more, and not waiting changes the bits."""
+    counts, original = [], OffloadEngine.wait_for_params
+
+    def watch(self, count):
+        counts.append((count, len(self.layout.subgroups)))
+        original(self, count)
+
+    monkeypatch.setattr(OffloadEngine, "wait_for_params", watch)
+    assert train(MUTATED).digest == healthy_digest
+    num_subgroups = counts[0][1]
+    ends = [i for i, (count, _) in enumerate(counts) if count == num_subgroups]
+    first_step = [count for count, _ in counts[: ends[0]]]
+    assert len(set(first_step)) >= 4 and max(first_step[:10]) <= num_subgroups // 2
+
+    def too_late(self, count):
+        if count == len(self.layout.subgroups):
+            original(self, count)
+
+    upload = SubgroupWorker.param_h2d
+    monkeypatch.setattr(SubgroupWorker, "param_h2d", lambda self, op: time.sleep(0.05) or upload(self, op))
+    monkeypatch.setattr(OffloadEngine, "wait_for_params", too_late)
     assert train(MUTATED).digest != healthy_digest
 
 

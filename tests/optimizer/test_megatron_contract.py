@@ -10,7 +10,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from loop_cases import LLAMA_LIKE, train
 
-CHUNK = "buffers expert_parallel_buffers bucket_groups expert_parallel_bucket_groups ddp_config config".split()
+CHUNK = [
+    *"buffers expert_parallel_buffers bucket_groups expert_parallel_bucket_groups".split(),
+    *"ddp_config config params_with_grad".split(),
+]
 BUFFER = "buckets param_index_map data_parallel_group".split()
 BUCKET = "param_data grad_data offset params_list numel_unpadded gradient_scaling_factor".split()
 GROUP = "buckets is_last_microbatch grad_reduce_handle".split()
