@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron.training.config import LifecycleConfig
 
-
 STARTED = time.monotonic()
 """When this process began, but for its imports: --exit-duration-in-mins counts building and loading, too."""
 

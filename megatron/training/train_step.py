@@ -148,10 +148,7 @@ def compute_gradients(
     batches: MicroBatches,
 ) -> Gradients:
     """Do the first half of a step: final gradients in DDP's buffers, nothing updated."""
-    # First the optimizer, which may still be reading gradients and writing parameters of the step before.
-    optimizer.zero_grad()
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
+    optimizer.begin_step()  # it may still be reading gradients and writing parameters of the step before
     reports = run_schedule(forward, data, chunks, batches, forward_only=False)
     return Gradients(reports, add_reports(reports))
 
