@@ -211,3 +211,22 @@ def test_where_flex_is_used(monkeypatch):
     assert not flex.is_usable(OnGPU(size=4097), 0.0)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert not flex.is_usable(OnGPU(), 0.0)
+
+
+def test_new_documents_do_not_compile_again(monkeypatch):
+    """Each micro-batch has its own documents, and one compiled function serves them all, and all layers."""
+    compiled = torch.compile(flex_attention, dynamic=False, backend="eager")
+    use_flex(monkeypatch, compiled)
+    inputs, layers = tensors(), [build((150, 0)), build((150, 0))]
+    with torch.no_grad():
+        layers[0](*inputs, documents(LENGTHS[0]))
+        torch.compiler.set_stance("fail_on_recompile")
+        try:
+            for lengths in (*LENGTHS, [[384], [384]], [[1] * 384, [2] * 192]):
+                for layer in layers:
+                    layer(*inputs, documents(lengths))
+            assert not flex._failure
+            layers[0](*(tensor[:, :1].clone() for tensor in inputs), documents(LENGTHS[0][:1]))
+            assert flex._failure, "the test sees that another batch size is compiled again"
+        finally:
+            torch.compiler.set_stance("default")
