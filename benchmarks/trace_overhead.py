@@ -1,0 +1,170 @@
+"""Predicted updates beside measured ones, what a trace costs, and how much of the time it explains.
+
+    python -m benchmarks.trace_overhead --output out/trace [--iterations 15] [--smoke]
+
+Trains the 1.1 B model of benchmarks.exactness with nothing resident: with shares 0, 1/2 and 1 with a trace of most
+steps; then with the chosen share, without and with `--offload-trace FILE --offload-trace-steps 3` by turns. Ends with
+code 1 where less than 95 % of an update is attributed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.exactness import MODELS, SETTINGS, TRAINING, data_flags
+from benchmarks.runs import NUM_SETTLING, spread
+from deep_offload.model.trace import MEASURED, PREDICTED, attributed_share, explained_share
+from deep_offload.plan.draw import read_trace
+from deep_offload.plan.ops import OpKind
+from deep_offload.plan.timeline import Timeline
+
+LEFT_OUT = ("--deterministic-mode", "--log-state-digest")
+SHARES = ("share 0", "share 1/2", "share 1")
+AUTO = "share auto"
+STEPS = 3
+LEAST_ATTRIBUTED = 0.95
+HEAD = (
+    "Milliseconds, medians. In place: until the last parameter is updated. Update: until the last flush, as logged; "
+    "its prediction is the trace's, with the measured backward pass.",
+    "| share | predicted in place | measured | ratio | predicted update | measured | ratio | first/last | iteration |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run printed, milliseconds, and its trace: steps by name (`measured`, `predicted`)."""
+
+    elapsed: tuple[float, ...]
+    updates: tuple[float, ...]
+    predicted: float
+    placement: str
+    steps: dict[str, list[Timeline]]
+
+
+def train(arguments: Sequence[str], log: Path, trace: Path | None) -> Run:
+    """Run pretrain_gpt.py. Raises RuntimeError with its last lines when it fails."""
+    words = [] if trace is None else ["--offload-trace", str(trace)]
+    started = time.monotonic()
+    with log.open("w") as out:
+        command = [sys.executable, "pretrain_gpt.py", *arguments, *words]
+        code = subprocess.call(command, stdout=out, stderr=subprocess.STDOUT)
+    text = log.read_text(errors="replace")
+    if code != 0:
+        raise RuntimeError(f"pretrain_gpt.py ended with code {code}:\n" + "\n".join(text.splitlines()[-15:]))
+    print(f"{log.stem}: {time.monotonic() - started:.1f} s", flush=True)
+    return read_run(text, trace)
+
+
+def read_run(text: str, trace: Path | None) -> Run:
+    """Read a run's output and trace. Raises LookupError for one that is not complete."""
+    elapsed = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): (\S+)", text)]
+    # A line shows the update of the step before, so the first ones are as unsettled as those of iterations.
+    updates = [float(t) for t in re.findall(r"offload update: (\S+) ms", text)]
+    lanes = {} if trace is None else read_trace(json.loads(trace.read_text()))
+    return Run(
+        elapsed=tuple(elapsed[NUM_SETTLING:] or elapsed[-1:]),
+        updates=tuple(updates[NUM_SETTLING:] or updates[-1:]),
+        predicted=float(re.findall(r"predicted update: (\S+) ms", text)[0]),
+        placement=re.findall(r"placement: (.*?), stride", text)[0],
+        steps={name: split_steps(timeline) for name, timeline in lanes.items()},
+    )
+
+
+def split_steps(joined: Timeline) -> list[Timeline]:
+    """A file holds equal steps one behind the other: cut them apart. Phases go to the step whose norm comes next."""
+    norms = [span.end for span in joined.spans if span.op.kind is OpKind.NORM_READY]
+    size = len(joined.spans) // max(1, len(norms))
+    steps = []
+    for i, norm in enumerate(norms):
+        before = norms[i - 1] if i else float("-inf")
+        phases = tuple(phase for phase in joined.phases if before < phase.end <= norm)
+        steps.append(Timeline(joined.spans[i * size : (i + 1) * size], phases))
+    return steps
+
+
+def prediction_line(name: str, run: Run) -> str:
+    """A row of the table of predictions."""
+    in_place = statistics.median(1e3 * step.in_place_seconds for step in run.steps[MEASURED])
+    whole = statistics.median(1e3 * step.update_seconds for step in run.steps[PREDICTED])
+    update = statistics.median(run.updates)
+    return (
+        f"| {name} ({run.placement}) | {run.predicted:.1f} | {in_place:.1f} | {run.predicted / in_place:.3f} | "
+        f"{whole:.1f} | {spread(run.updates)} | {whole / update:.3f} | {run.predicted / update:.3f} | "
+        f"{spread(run.elapsed)} |"
+    )
+
+
+def overhead_lines(without: Sequence[Run], traced: Sequence[Run]) -> list[str]:
+    """Medians of all iterations of each kind, and of each run."""
+    lines, medians = [], []
+    for name, runs in (("without", without), ("with", traced)):
+        values = [t for run in runs for t in run.elapsed]
+        medians.append(statistics.median(values))
+        each = ", ".join(f"{statistics.median(run.elapsed):.2f}" for run in runs)
+        lines.append(f"iteration {name} --offload-trace: {medians[-1]:.2f} ms (median of each run: {each})")
+    return [*lines, f"overhead of --offload-trace: {100 * (medians[1] / medians[0] - 1):+.2f} %"]
+
+
+def attributed(steps: Sequence[Timeline]) -> float:
+    """Part of an update in which a lane works: median over the steps."""
+    return statistics.median(map(attributed_share, steps))
+
+
+def attribution_line(name: str, steps: Sequence[Timeline]) -> str:
+    """What the trace of a run explains."""
+    least = min(map(attributed_share, steps))
+    return (
+        f"{name}: {100 * attributed(steps):.2f} % of the update attributed (least of {len(steps)}: {100 * least:.2f} "
+        f"%), {100 * explained_share(steps):.2f} % of the iteration"
+    )
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("out/trace"))
+    parser.add_argument("--iterations", type=int, default=15)
+    parser.add_argument("--smoke", action="store_true", help="tiny, on the CPU, on generated tokens")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse_options()
+    options.output.mkdir(parents=True, exist_ok=True)
+    training = [word for word in shlex.split(TRAINING) if word not in LEFT_OUT]
+    common = [*shlex.split(MODELS["tiny" if options.smoke else "1b"]), *training, *data_flags(options)]
+    iterations = 6 if options.smoke else options.iterations
+    common += ["--train-iters", str(iterations)]
+
+    def run(name: str, log: str, num_steps: int) -> Run:
+        trace = options.output / f"{log}.json" if num_steps else None
+        steps = ["--offload-trace-steps", str(num_steps)] if num_steps else []
+        return train([*common, *shlex.split(SETTINGS[name]), *steps], options.output / f"{log}.log", trace)
+
+    shares = {name: run(name, name.replace("/", "_").replace(" ", "_"), max(2, iterations - 5)) for name in SHARES}
+    pairs = [(run(AUTO, f"auto_plain_{i}", 0), run(AUTO, f"auto_traced_{i}", STEPS)) for i in range(2)]
+    shares[AUTO] = pairs[0][1]
+    print("\n".join(HEAD))
+    for name, one in shares.items():
+        print(prediction_line(name, one))
+    print("\n".join(overhead_lines([plain for plain, _ in pairs], [traced for _, traced in pairs])))
+    traces = [*shares.items(), (f"{AUTO} again", pairs[1][1])]
+    print("\n".join(attribution_line(name, one.steps[MEASURED]) for name, one in traces))
+    least = min(attributed(one.steps[MEASURED]) for _, one in traces)
+    if least < LEAST_ATTRIBUTED:
+        print(f"LESS THAN {100 * LEAST_ATTRIBUTED:.0f} % OF AN UPDATE IS ATTRIBUTED")
+    return 0 if least >= LEAST_ATTRIBUTED or options.smoke else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
