@@ -35,7 +35,8 @@ def check_format(folder: Path) -> str:
             return "torch"
         raise ValueError(f"{folder} has no {layout.CONFIG} and no mp_rank_* folder: it is no checkpoint of Megatron")
     try:
-        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+        values = json.loads(path.read_text(encoding="utf-8"))
+        backend = values["sharded_backend"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read ({error}): load another checkpoint with --ckpt-step") from None
     if backend != "torch_dist":
@@ -43,6 +44,13 @@ def check_format(folder: Path) -> str:
             f"{folder} has the format {backend!r}, which is not read here: load it with Megatron-LM and save it with "
             "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
         )
+    for part in ("sharded", "common"):
+        number = values.get(f"{part}_backend_version", 1)
+        if number != 1:
+            raise ValueError(
+                f"{folder} has version {number} of megatron-core's {part} format ({path.name}), version 1 is read "
+                "here: save it with megatron-core 0.16"
+            )
     return "torch_dist"
 
 

@@ -156,16 +156,3 @@ def test_other_formats_get_one_sentence(pool, tmp_path):
     (folder / "metadata.json").unlink()
     with pytest.raises(RankFailure, match="it is no checkpoint of Megatron"):
         pool.run(load, argv, ranks=1)
-
-
-def test_a_newer_format_of_ours_is_refused(pool, tmp_path):
-    """The number of the format is compared before anything is read."""
-    argv = words(MODEL, OFFLOAD, f"--save {tmp_path} --save-interval 9 --exit-interval 1")
-    pool.run(train, argv, ranks=1)
-    folder = tmp_path / "iter_0000001"
-    common = torch.load(folder / "common.pt", weights_only=True)
-    common["deep_offload"]["format"] = 2
-    torch.save(common, folder / "common.pt")
-    (folder / "SHA256SUMS").unlink()
-    with pytest.raises(RankFailure, match="ValueError: .*has format 2 of a newer deep-offload"):
-        pool.run(load, words(MODEL, OFFLOAD, f"--load {tmp_path}"), ranks=1)
