@@ -100,7 +100,10 @@ def examine(
 def _with_profile(
     facts: Facts, device: torch.device, cores: int, log: Callable[[str], None]
 ) -> tuple[Facts, HardwareProfile]:
-    """Measure what training goes by, and keep it where a run with one rank looks for it."""
+    """Measure what a run with one rank goes by, and keep it where that looks for it.
+
+    Several ranks share the host's memory, so a run of them measures its own, all at once.
+    """
     threads = cpu_update_threads(cores, 1, device.type == "cuda")
     profile = profile_for_run(None, device, threads, remeasure=True, log=log)
     profile = replace(
@@ -115,6 +118,7 @@ def _with_profile(
         facts,
         cpu_adam=profile.cpu_adam_param_params_per_s,
         cpu_adam_busy=profile.cpu_adam_param_busy_params_per_s,
+        cpu_adam_threads=threads,
         profile_file="" if path == Path("") else str(path),
     )
     return facts, profile
@@ -191,13 +195,18 @@ def _gpu_problem() -> str:
 def _gpu(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     rates = probe.copy_rates(device)
-    return Gpu(properties.name, properties.total_memory, _numa_node(properties), **asdict(rates))
+    return Gpu(properties.name, properties.total_memory, numa_node(properties), **asdict(rates))
 
 
-def _numa_node(properties: object) -> int:
-    """The node that the kernel gives for the GPU's PCI address; -1: unknown."""
+def numa_node(properties: object, root: Path = Path("/sys")) -> int:
+    """The node that the kernel gives for the GPU's PCI address, 0 where there is only one; -1: unknown.
+
+    A kernel without NUMA, and many virtual machines, give -1 for every device.
+    """
+    nodes = list((root / "devices/system/node").glob("node[0-9]*"))
     try:
         domain, bus, slot = (getattr(properties, f"pci_{name}_id") for name in ("domain", "bus", "device"))
-        return int(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node").read_text())
+        node = int((root / f"bus/pci/devices/{domain:04x}:{bus:02x}:{slot:02x}.0/numa_node").read_text())
     except (AttributeError, OSError, ValueError):
-        return -1
+        node = -1
+    return 0 if node < 0 and len(nodes) <= 1 else node

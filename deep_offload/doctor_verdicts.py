@@ -46,6 +46,8 @@ class Facts:
     triad_under_copies: float | None = None
     cpu_adam: float | None = None
     cpu_adam_busy: float | None = None
+    cpu_adam_threads: int = 1
+    """What one rank alone has, as those rates were measured."""
     isa: str = ""
     isas: tuple[str, ...] = ()
     extension_problem: str = ""
@@ -243,9 +245,11 @@ def _memory_rate(facts: Facts) -> Iterator[Finding]:
 def _adam(facts: Facts) -> Iterator[Finding]:
     if facts.cpu_adam is None:
         return
-    value = f"{facts.cpu_adam / 1e9:.2f} G parameters/s with {facts.cpu_threads} threads"
+    value = f"{facts.cpu_adam / 1e9:.2f} G parameters/s with {facts.cpu_adam_threads} threads"
     if facts.cpu_adam_busy is not None:
         value += f", {facts.cpu_adam_busy / 1e9:.2f} while the link works"
+    if len(facts.gpus) > 1:
+        value += ", of one rank alone"
     best = max(facts.triad.values(), default=0.0)
     if best and facts.cpu_adam * 28 < 0.5 * best:
         cost = f"CPU speed: the update reaches {100 * facts.cpu_adam * 28 / best:.0f} % of memory bandwidth"
@@ -305,6 +309,12 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 def _profile(facts: Facts) -> Iterator[Finding]:
     if facts.profile_file:
-        yield Finding("hardware profile", f"written to {facts.profile_file}; training uses it", "good")
+        value = f"written to {facts.profile_file}; training uses it"
+        if len(facts.gpus) > 1:
+            value += (
+                f" with one rank; with more, such as {len(facts.gpus)}, it measures at its first start, all ranks at "
+                "once, since they share the host's memory"
+            )
+        yield Finding("hardware profile", value, "good")
     else:
         yield Finding("hardware profile", "not written", "note")

@@ -161,10 +161,9 @@ def _sample(name: str, at: float, value: float, unit: str = "MiB") -> dict[str, 
     return {"ph": "C", "name": name, "pid": 0, "ts": at * 1e6, "args": {unit: round(value, 3)}}
 
 
-def _counter(name: str, changes: list[tuple[float, float]], unit: str) -> list[dict[str, Any]]:
-    """Events of a running sum; changes: (seconds, amount)."""
+def _counter(name: str, changes: list[tuple[float, float]], unit: str, total: float = 0.0) -> list[dict[str, Any]]:
+    """Events of a running sum from `total` on; changes: (seconds, amount)."""
     events: list[dict[str, Any]] = []
-    total = 0.0
     for at, change in sorted(changes):
         total += change
         events.append(_sample(name, at, total, unit))
@@ -180,7 +179,8 @@ def _state_counter(timeline: Timeline, expected: Expectation | None) -> list[dic
         return []
     placement, slots = expected.plan.placement, expected.plan.num_slots
     resident = device_state_bytes(expected.layout, placement, expected.state, slots).resident
-    changes = [(min(span.start for span in timeline.spans), resident / 2**20)]
+    at = min(span.start for span in timeline.spans)
+    changes: list[tuple[float, float]] = []
     staged: dict[int, float] = {}
     for span in timeline.spans:
         mebibytes = span.num_bytes / 2**20
@@ -189,7 +189,7 @@ def _state_counter(timeline: Timeline, expected: Expectation | None) -> list[dic
             changes.append((span.start, mebibytes))
         elif span.op.kind is OpKind.FLUSH and span.op.subgroup in staged:
             changes.append((span.end, -staged.pop(span.op.subgroup)))
-    return _counter("GPU bytes", changes, "MiB")
+    return [_sample("GPU bytes", at, resident / 2**20), *_counter("GPU bytes", changes, "MiB", resident / 2**20)]
 
 
 def _memory_counter(timeline: Timeline, expected: Expectation) -> list[dict[str, Any]]:

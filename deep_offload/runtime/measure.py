@@ -173,17 +173,17 @@ def _host_dram_bytes_per_s(bench: _Bench, rank_rate: float, num_ranks: int, core
 
 def _lane_rates(bench: _Bench, num_threads: int) -> dict[str, float]:
     """Rates of the contending lanes: alone, with both directions of the link, and with the CPU update as well."""
-    up, down = bench.h2d, bench.d2h
-    alone_up = _rates({"h2d": up})["h2d"] * bench.copy_bytes
-    alone_down = _rates({"d2h": down})["d2h"] * bench.copy_bytes
-    both = {lane: calls * bench.copy_bytes for lane, calls in _rates({"h2d": up, "d2h": down}).items()}
+    up, down, window = bench.h2d, bench.d2h, bench.window_seconds
+    alone_up = _rates({"h2d": up}, window)["h2d"] * bench.copy_bytes
+    alone_down = _rates({"d2h": down}, window)["d2h"] * bench.copy_bytes
+    both = {lane: calls * bench.copy_bytes for lane, calls in _rates({"h2d": up, "d2h": down}, window).items()}
     rates: dict[str, float] = {}
     busy_link: list[Mapping[str, float]] = []
     traffic = [bench.triad_bytes_per_s(num_threads)]
     for wire, dtype in (("fp32", torch.float32), ("param", torch.bfloat16)):
         update = bench.cpu_update(dtype)
-        alone = _rates({"cpu": update})["cpu"] * bench.cpu_numel
-        busy = _rates({"cpu": update, "h2d": up, "d2h": down})
+        alone = _rates({"cpu": update}, window)["cpu"] * bench.cpu_numel
+        busy = _rates({"cpu": update, "h2d": up, "d2h": down}, window)
         rates[f"cpu_adam_{wire}_params_per_s"] = alone
         rates[f"cpu_adam_{wire}_busy_params_per_s"] = min(alone, busy["cpu"] * bench.cpu_numel)
         busy_link.append({lane: calls * bench.copy_bytes for lane, calls in busy.items() if lane != "cpu"})
@@ -201,7 +201,7 @@ def _lane_rates(bench: _Bench, num_threads: int) -> dict[str, float]:
     return rates
 
 
-def _rates(loops: Mapping[str, Callable[[], object]], seconds: float = 0.1) -> dict[str, float]:
+def _rates(loops: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
     """Calls per second of each loop, all of them running at once, each on its own thread.
 
     A loop counts what it has finished before the first of them ends, so that no lane is counted while others idle.
@@ -265,6 +265,7 @@ class _Bench(ABC):
     device_memory_bytes = 0
     dram_bytes_per_copied_byte = 1
     op_overhead_seconds = 3e-5
+    window_seconds = 0.1
 
     def __init__(self, num_threads: int, *, pin: bool, log: Callable[[str], None]) -> None:
         self.num_threads = num_threads
@@ -363,6 +364,7 @@ class _CudaBench(_Bench):
 
     cpu_numel = 1 << 25
     num_copy_buffers = 2
+    window_seconds = 0.3  # some thirty copies and CPU updates: predictions are as good as these rates
 
     def __init__(self, device: torch.device, num_threads: int, log: Callable[[str], None]) -> None:
         super().__init__(num_threads, pin=True, log=log)

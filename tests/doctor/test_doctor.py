@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import types
 
 import pytest
 import torch
@@ -79,6 +80,21 @@ def test_numa_and_huge_pages_from_files(tmp_path):
     (tmp_path / "shmem").write_text("always within_size [advise] never deny force\n")
     assert doctor.huge_pages(tmp_path / "shmem") == "advise"
     assert doctor.huge_pages(tmp_path / "absent") == "" and doctor.numa_nodes(tmp_path / "absent") == {}
+
+
+def test_the_node_of_a_gpu(tmp_path):
+    """The kernel's number counts; where it knows none, the only node is meant, and with two nodes it stays unknown."""
+    gpu = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    assert doctor.numa_node(gpu, tmp_path) == 0
+    file = tmp_path / "bus/pci/devices/0000:1b:00.0/numa_node"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "devices/system/node/node0").mkdir(parents=True)
+    file.write_text("-1\n")
+    assert doctor.numa_node(gpu, tmp_path) == 0
+    (tmp_path / "devices/system/node/node1").mkdir()
+    assert doctor.numa_node(gpu, tmp_path) == -1
+    file.write_text("1\n")
+    assert doctor.numa_node(gpu, tmp_path) == 1 and doctor.numa_node(object(), tmp_path) == -1
 
 
 def test_thread_counts_end_with_all_cores():

@@ -20,6 +20,7 @@ GOOD = Facts(
     triad_under_copies=120e9,
     cpu_adam=4e9,
     cpu_adam_busy=2.4e9,
+    cpu_adam_threads=30,
     isa="avx512",
     isas=("avx512", "avx2"),
     available_bytes=250 * GIB,
@@ -96,3 +97,15 @@ def test_what_cannot_be_judged_is_a_note():
     verdicts = named(replace(GOOD, gpus=(), available_bytes=None, huge_pages="", profile_file=""))
     for name in ("GPUs", "host memory limit", "huge pages for shared memory", "hardware profile"):
         assert verdicts[name] == "note"
+
+
+def test_rates_say_how_many_ranks_they_are_of():
+    """With several GPUs the profile and the CPU's rate are of one rank alone, and both lines say so."""
+    texts = {finding.name: finding.value for finding in judge(GOOD)}
+    assert "with 30 threads" in texts["CPU Adam"] and texts["CPU Adam"].endswith("of one rank alone")
+    assert (
+        "training uses it with one rank; with more, such as 2, it measures at its first start"
+        in (texts["hardware profile"])
+    )
+    alone = {finding.name: finding.value for finding in judge(replace(GOOD, gpus=(GPU,), together=()))}
+    assert alone["hardware profile"].endswith("training uses it") and "one rank" not in alone["CPU Adam"]

@@ -12,16 +12,21 @@ from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.simulator import simulate
 from deep_offload.model.trace import Expectation, run_trace, shifted
 from deep_offload.plan.layout import ShardSpec, build_layout
+from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import place_by_share
 from deep_offload.plan.planner import build_plan
 
 HOSTILE = "<script>alert(\"x\")</script> & 'quotes'"
 
 
-def expectation() -> Expectation:
+def expectation(rest: str = "gpu") -> Expectation:
+    """Half of 8 subgroups streamed; with rest="resident" four of them stay on the GPU, half of the others streamed."""
     profile, state = BUILT_IN_PROFILES["h200"], StateFormat(True, "param")
     layout = build_layout([ShardSpec(8 << 20, 2, 2)], 1 << 20)
-    plan = build_plan(layout, place_by_share(8, 0.5), 4, op_seconds(layout, state, profile))
+    placement = place_by_share(8, 0.5)
+    if rest == "resident":
+        placement = (Place.RESIDENT,) * 4 + placement[4:]
+    plan = build_plan(layout, placement, 4, op_seconds(layout, state, profile))
     return Expectation(plan, layout, state, profile, 1, 0.0015, "dram")
 
 

@@ -36,7 +36,7 @@ def test_counters_begin_and_end_at_nothing():
     for event in events:
         if event["ph"] == "C" and event["pid"] == 0:
             tracks.setdefault(event["name"], []).append(next(iter(event["args"].values())))
-    assert set(tracks) == {"h2d GB/s", "d2h GB/s", "host memory GB/s", "GPU staging"}
+    assert set(tracks) == {"h2d GB/s", "d2h GB/s", "host memory GB/s", "GPU bytes"}
     for name, values in tracks.items():
         assert max(values) > 0 and values[-1] == pytest.approx(0, abs=1e-3), name
 
