@@ -12,12 +12,12 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from deep_offload.plan.ops import Lane, OpKind
-from deep_offload.plan.timeline import Timeline
+from deep_offload.plan.timeline import BACKWARD, FORWARD, Timeline
 from deep_offload.report_run import averaged, thinned
 
 # Colors that nothing else in a figure has; in the SVG each becomes a variable of the page.
 _INK, _GRID = "#0000e0", "#0000e1"
-_SERIES = tuple(f"#0000f{i}" for i in range(6))
+_SERIES = tuple(f"#0000f{i}" for i in range(8))
 _VARIABLES = {_INK: "var(--ink)", _GRID: "var(--line)"} | {c: f"var(--s{i})" for i, c in enumerate(_SERIES)}
 
 KINDS = {
@@ -29,6 +29,10 @@ KINDS = {
     OpKind.PARAM_H2D: ("weights up", 5),
 }
 """Names and colors of what the lanes do."""
+
+LOOP = {FORWARD: ("forward", 6), BACKWARD: ("backward", 7)}
+"""The same of the training loop. Simulated, its passes are the operations below."""
+_LOOP_OPS = {OpKind.PARAMS_NEEDED: FORWARD, OpKind.GRADS_READY: BACKWARD}
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -109,7 +113,7 @@ def lanes_chart(name: str, lanes: dict[str, Timeline]) -> str:
             rows = [*work, Lane.MAIN]
             for row, lane in enumerate(rows):
                 _bars(axes, row, timeline, lane)
-            axes.set_yticks(range(len(rows)), [lane.value for lane in work] + ["waits"])
+            axes.set_yticks(range(len(rows)), [lane.value for lane in work] + ["loop"])
             axes.set_ylim(len(rows) - 0.5, -0.5)
             for span in timeline.spans:
                 if span.op.kind is OpKind.NORM_READY:
@@ -120,13 +124,23 @@ def lanes_chart(name: str, lanes: dict[str, Timeline]) -> str:
 
 def _bars(axes, row: int, timeline: Timeline, lane: Lane) -> None:  # noqa: ANN001 - matplotlib has no public type
     by_color: dict[str, list[tuple[float, float]]] = {}
-    for span in timeline.lane(lane):
-        if lane is Lane.MAIN:
-            if span.waited > 0:
-                by_color.setdefault(_INK, []).append((1e3 * (span.start - span.waited), 1e3 * span.waited))
-        else:
-            color = _SERIES[KINDS[span.op.kind][1]]
-            by_color.setdefault(color, []).append((1e3 * span.start, 1e3 * span.seconds))
+
+    def add(color: str, start: float, seconds: float) -> None:
+        if seconds > 0:
+            by_color.setdefault(color, []).append((1e3 * start, 1e3 * seconds))
+
+    if lane is Lane.MAIN:
+        for phase in timeline.phases:
+            if phase.kind in LOOP:
+                add(_SERIES[LOOP[phase.kind][1]], phase.start, phase.seconds)
+        for span in timeline.lane(lane):
+            if span.op.kind in _LOOP_OPS:
+                add(_SERIES[LOOP[_LOOP_OPS[span.op.kind]][1]], span.start, span.seconds)
+        for span in timeline.lane(lane):  # last, since it is drawn over the pass that waits
+            add(_INK, span.start - span.waited, span.waited)
+    else:
+        for span in timeline.lane(lane):
+            add(_SERIES[KINDS[span.op.kind][1]], span.start, span.seconds)
     for color, bars in by_color.items():
         axes.broken_barh(bars, (row - 0.36, 0.72), facecolors=color, linewidth=0)
 

@@ -22,9 +22,11 @@ PAGE = """<!doctype html>
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #ffffff; --card: #f6f7f9; --ink: #1d232b; --quiet: #586273; --line: #d5dae1;
-  --s0: #1763c6; --s1: #c2410c; --s2: #15803d; --s3: #7c3aed; --s4: #a16207; --s5: #0e7490; }
+  --s0: #1763c6; --s1: #c2410c; --s2: #15803d; --s3: #7c3aed; --s4: #a16207; --s5: #0e7490;
+  --s6: #8a94a6; --s7: #be185d; }
 @media (prefers-color-scheme: dark) { :root { --paper: #14171c; --card: #1e232b; --ink: #e7eaee; --quiet: #a3adbb;
-  --line: #39414d; --s0: #6cb0ff; --s1: #ff9d6c; --s2: #5fd08a; --s3: #c3a6ff; --s4: #eac254; --s5: #5fd3e6; } }
+  --line: #39414d; --s0: #6cb0ff; --s1: #ff9d6c; --s2: #5fd08a; --s3: #c3a6ff; --s4: #eac254; --s5: #5fd3e6;
+  --s6: #8b95a5; --s7: #ff8cc0; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 header, main { max-width: 1240px; margin: 0 auto; padding: 0 16px; }

@@ -10,11 +10,12 @@ from typing import Any
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.simulator import simulate
-from deep_offload.model.trace import Expectation, run_trace, shifted
+from deep_offload.model.trace import Expectation, norm_end, run_trace, shifted
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import place_by_share
 from deep_offload.plan.planner import build_plan
+from deep_offload.plan.timeline import BACKWARD, FORWARD, Phase, Timeline
 
 HOSTILE = "<script>alert(\"x\")</script> & 'quotes'"
 
@@ -33,7 +34,9 @@ def expectation(rest: str = "gpu") -> Expectation:
 def measured_steps(count: int = 3):
     expected = expectation()
     played = simulate(expected.plan, expected.layout, expected.state, expected.profile, backward_seconds=0.002)
-    return [shifted(played.timeline, 0.01 * i) for i in range(count)]
+    norm = norm_end(played.timeline)
+    phases = (Phase(FORWARD, 0, norm - 0.004, norm - 0.002), Phase(BACKWARD, 0, norm - 0.002, norm))
+    return [shifted(Timeline(played.timeline.spans, phases), 0.01 * i) for i in range(count)]
 
 
 def start(**changes: Any) -> dict[str, Any]:
@@ -57,7 +60,7 @@ def start(**changes: Any) -> dict[str, Any]:
 
 
 def step(iteration: int, **changes: Any) -> dict[str, Any]:
-    facts = {"seconds": 0.002, "share_of_bound": 0.8, "lane": "dram", "attributed": 0.97}
+    facts = {"seconds": 0.002, "share_of_bound": 0.8, "lane": "dram", "attributed": 0.97, "in_place_seconds": 0.0018}
     busy = {"cpu": 0.8, "gpu": 0.1, "h2d": 0.4, "d2h": 0.3}
     return {
         "event": "step",
