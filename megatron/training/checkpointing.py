@@ -28,7 +28,13 @@ from megatron.training.checkpointing_save import (
     save_checkpoint,
 )
 from megatron.training.checkpointing_schedule import restore_schedule
-from megatron.training.checkpointing_status import Outcome, cost_lines, disk_bytes_per_second, write_status
+from megatron.training.checkpointing_status import (
+    Outcome,
+    cost_lines,
+    disk_bytes_per_second,
+    memory_figures,
+    write_status,
+)
 from megatron.training.config import CheckpointConfig, DataConfig
 from megatron.training.exit_codes import DISAMBIGUATE, FINISHED, code_of
 from megatron.training.rerun import Suspect, Verdict
@@ -47,6 +53,7 @@ class Checkpoints:
         self._report_line = report
         self._last_saved: int | None = None
         self._iteration = 0
+        self._load_began = 0.0
         self._pending: AsyncSave | None = None
         self.last_error: str | None = None
         """Why the last save failed; None if it did not."""
@@ -120,6 +127,7 @@ class Checkpoints:
         if config.async_save:
             self._start_async(trainer)
             return
+        before = memory_figures()
         result = save_checkpoint(
             Path(config.save),
             iteration,
@@ -129,6 +137,7 @@ class Checkpoints:
             retain_interval=config.save_retain_interval,
         )
         self._report_save(result)
+        self._report(f"> memory before and after the save: {before} and {memory_figures()}")
 
     def _start_async(self, trainer: Trainer) -> None:
         config = self._config
@@ -237,6 +246,7 @@ class Checkpoints:
             self._nothing_found()
             return
         self._report(f"loading checkpoint {place.folder} ...")
+        self._load_began = time.monotonic()
         finetune = finetune or place.iteration == "release"
         if load.agree(lambda: foreign.check_format(place.folder)) == "torch":
             files = load.agree(lambda: foreign.read_torch_files(place.folder))
@@ -284,7 +294,7 @@ class Checkpoints:
             wants_state = False
         if wants_state and config.save is not None and place.folder.parent.resolve() == Path(config.save).resolve():
             self._last_saved = int(place.iteration)  # a run that has nothing left to do need not save it again
-        self._report(f"> loaded {what}")
+        self._report(f"> loaded {what}, in {time.monotonic() - self._load_began:.2f} s")
         self._restore_run(trainer, place, common, finetune, reader)
 
     def _restore_run(

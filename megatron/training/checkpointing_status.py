@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from megatron.training.checkpointing_layout import replace_file
+from megatron.training.host_memory import read_host_memory
 
 STATUS = "status"
 Outcome = Literal["running", "finished", "resumable", "failed"]
@@ -37,6 +40,15 @@ def read_status(root: Path) -> dict[str, object] | None:
         return dict(json.loads((root / STATUS).read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
+
+
+def memory_figures() -> str:
+    """Return what this process has allocated on its GPU, its host memory now and its peak, in words."""
+    memory = read_host_memory()
+    words = f"host {memory.resident / 2**30:.3f} GiB (peak {memory.peak / 2**30:.3f})"
+    if torch.cuda.is_initialized():
+        words = f"GPU {torch.cuda.memory_allocated() / 2**30:.3f} GiB, {words}"
+    return words
 
 
 def disk_bytes_per_second(root: Path, num_bytes: int) -> float:

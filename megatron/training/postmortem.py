@@ -119,10 +119,30 @@ class PostMortem:
             return None
         kind = "out of GPU memory" if isinstance(error, torch.cuda.OutOfMemoryError) else type(error).__name__
         lines = [f"cause: {kind} in iteration {iteration + 1}: {error}"]
+        advice = self.advice(error)
+        if advice is not None:
+            lines.append(f"advice: {advice}")
         try:
             return self._write(f"error_rank{self._rank}", iteration + 1, lines)
         except OSError:
             return None
+
+    def advice(self, error: BaseException) -> str | None:
+        """Return what to change after an error that settings can prevent, None for others."""
+        if not isinstance(error, torch.cuda.OutOfMemoryError):
+            return None
+        device = self._planned_bytes[1] / 2**30
+        model = "lower --micro-batch-size, or add --recompute-granularity full --recompute-method uniform"
+        if not self._config.offload.interleaved_offload:
+            return (
+                f"GPU memory ran out, {device:.2f} GiB of it are optimizer state: add --interleaved-offload, and "
+                f"--offload-device-budget-gib for what may stay, or {model}"
+            )
+        return (
+            f"GPU memory ran out, {device:.2f} GiB of it are optimizer state and staging slots: lower "
+            f"--offload-device-budget-gib (or --offload-resident-fraction and --offload-num-slots) by what is missing, "
+            f"or {model}"
+        )
 
     def _write(self, name: str, iteration: int, lines: list[str]) -> Path:
         save = self._config.checkpoint.save

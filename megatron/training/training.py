@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     except BaseException as error:
         if isinstance(checkpointing, Checkpoints):
             checkpointing.fail(error)
-            postmortem.on_error(error, checkpointing.iteration)
+            _say_what_is_known(postmortem, error, checkpointing.iteration, ranks)
         if watch is not None:
             watch.close()
         _clean_up_failure(optimizer, ranks)
@@ -167,6 +168,14 @@ def _build_data(
     report_first("> finished creating GPT datasets ...")
     report_first(datetime_line("after dataloaders are built"))
     return data
+
+
+def _say_what_is_known(postmortem: PostMortem, error: BaseException, iteration: int, ranks: Ranks) -> None:
+    """Write the post-mortem of a failed rank, and say on standard error where it is and what may help."""
+    folder, advice = postmortem.on_error(error, iteration), postmortem.advice(error)
+    for line in (advice, folder and f"what was known is in {folder}"):
+        if line:
+            print(f"ERROR: rank {ranks.rank}: {line}", file=sys.stderr, flush=True)
 
 
 def _clean_up_failure(optimizer: DeepOffloadOptimizer | None, ranks: Ranks) -> None:

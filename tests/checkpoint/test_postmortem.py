@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.training.arguments import build_config
 from megatron.training.host_memory import HostMemory, read_host_memory
 from megatron.training.memory_watch import verdict
+from megatron.training.postmortem import PostMortem
 from tests.checkpoint.cases import MODEL, OFFLOAD, words
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -20,8 +23,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def _train_with_a_bad_gradient(argv, step, bad):
     """Put `bad` into one gradient of a layer at a step; returns log lines and whether all state stayed finite."""
-    import torch
-
     from megatron.training import postmortem, trainer
     from tests.checkpoint.cases import Run
 
@@ -105,11 +106,31 @@ def test_an_error_leaves_a_directory(tmp_path):
     )
     assert done.returncode == 1, done.stderr[-2000:]
     (folder,) = tmp_path.glob("postmortem_*_error_rank0")
+    assert f"ERROR: rank 0: what was known is in {folder}" in done.stderr
     report = (folder / "report.txt").read_text()
     assert "cause: RuntimeError in iteration 4: lane cpu failed" in report and "--ckpt-step 2" in report
     assert '"failed"' in (tmp_path / "status").read_text()
     assert "host memory (GiB): " in (folder / "log.txt").read_text()
     assert not list(tmp_path.glob("killed_*")), "the watcher took a failure for a kill"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words_of_advice"),
+    [
+        (OFFLOAD, "staging slots: lower --offload-device-budget-gib (or --offload-resident-fraction"),
+        ("", "are optimizer state: add --interleaved-offload, and --offload-device-budget-gib"),
+    ],
+)
+def test_gpu_memory_that_runs_out_names_the_budget(tmp_path, flags, words_of_advice):
+    """The cause and the flag that gives the model more room, with the bytes that the optimizer takes."""
+    config = build_config(words(MODEL, flags, f"--save {tmp_path} --save-interval 2"), world_size=1)
+    post = PostMortem(config, 1, ["pretrain_gpt.py"])
+    post.plan(1 << 30, 3 << 29)
+    folder = post.on_error(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 6)
+    report = (folder / "report.txt").read_text()
+    assert "cause: out of GPU memory in iteration 7: CUDA out of memory. Tried to allocate 2.00 GiB." in report
+    assert "advice: GPU memory ran out, 1.50 GiB of it" in report and words_of_advice in report
+    assert post.advice(RuntimeError("lane cpu failed")) is None
 
 
 def _victim(folder: Path, grow: bool) -> str:
