@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from deep_offload.plan.ops import Lane, OpKind
 from deep_offload.plan.timeline import BACKWARD, FORWARD, Timeline
@@ -78,6 +79,7 @@ def line_chart(name: str, lines: Sequence[Line], y_label: str, *, is_log: bool =
             marker = "o" if line.has_markers or len(xs) == 1 else ""
             axes.plot(xs, ys, color=_SERIES[i % len(_SERIES)], label=line.name, marker=marker, markersize=3.5)
         axes.set_xlabel("iteration")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(y_label)
         if is_log:
             axes.set_yscale("log")
@@ -96,6 +98,7 @@ def stacked_chart(name: str, xs: Sequence[float], parts: dict[str, Sequence[floa
         heights = [averaged(values) for values in parts.values()]
         axes.stackplot(averaged(xs), *heights, labels=list(parts), colors=_SERIES[: len(parts)], step="mid")
         axes.set_xlabel("iteration")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(y_label)
         axes.set_ylim(bottom=0)
         axes.legend(loc="best")
@@ -118,8 +121,18 @@ def lanes_chart(name: str, lanes: dict[str, Timeline]) -> str:
             for span in timeline.spans:
                 if span.op.kind is OpKind.NORM_READY:
                     axes.axvline(1e3 * span.end, color=_INK, linewidth=0.8, linestyle="--")
+        first, last = _extent(next(iter(lanes.values())))
+        ends = [_extent(timeline)[1] for timeline in lanes.values()]
+        # Where a prediction is far off, it is cut rather than what was measured squeezed.
+        all_axes[-1].set_xlim(first, min(max(ends), last + 0.5 * (last - first)))
         all_axes[-1].set_xlabel("ms; dashed: the gradient norm is known and the update starts")
         return _svg(figure, name)
+
+
+def _extent(timeline: Timeline) -> tuple[float, float]:
+    """Milliseconds of the first start and the last end."""
+    parts = (*timeline.spans, *timeline.phases)
+    return 1e3 * min(part.start for part in parts), 1e3 * max(part.end for part in parts)
 
 
 def _bars(axes, row: int, timeline: Timeline, lane: Lane) -> None:  # noqa: ANN001 - matplotlib has no public type
