@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +23,9 @@ from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
-from deep_offload.optimizer.megatron_buffers import (
-    BufferMap,
-    ForwardGathers,
-    ForwardWaits,
-    late_params,
-    reset_counts,
-    watch_backward,
-)
+from deep_offload.optimizer.megatron_buffers import BufferMap
 from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
+from deep_offload.optimizer.megatron_passes import TrainingPasses
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
@@ -68,7 +61,6 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._step = 0
         self.before_update: Callable[[], None] | None = None
         """Called before state and parameters change: a checkpoint's writer may still be reading them."""
-        self._is_settled = True
         self._device = torch.device(buffers.shards[0].shard.grad.device if buffers.shards else "cpu")
         number_of = buffers.number_of()
         self._group_of = [-1] * len(buffers.params)
@@ -77,39 +69,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
                 self._group_of[number_of[param]] = index
         self._runs = _runs(buffers, counted=True)
         self._copies = _runs(buffers, counted=False)
-        self._subgroups_of = [
-            {
-                s.index
-                for piece in pieces
-                for s in engine.subgroups_of(piece.shard, piece.shard_start, piece.shard_start + piece.numel)
-            }
-            for pieces in buffers.pieces
-        ]
-        self._missing = [0] * len(engine.layout.subgroups)
-        self._reset_missing()
-        self._hooks = watch_backward(
-            chunks,
-            buffers,
-            late_params(chunks, buffers),
-            on_param=self._param_ready,
-            on_shards=self._shards_reduced,
-            on_again=lambda _number: engine.skip_update(),
-        )
-        self._gathers: ForwardGathers | None = None
-        self._waits: ForwardWaits | None = None
-        self._must_zero = False
-        self._chunks[-1].register_forward_hook(self._after_forward)
-        if all(b.group.size() == 1 for b in buffers.shards):
-            ends = [max(subgroups, default=-1) + 1 for subgroups in self._subgroups_of]
-            self._waits = ForwardWaits(chunks, dict(zip(buffers.params, ends)), engine.wait_for_params)
-        elif all(chunk.ddp_config.overlap_param_gather for chunk in chunks):
-            ends = [0] * (len(buffers.shards) + 1)
-            for subgroup in engine.layout.subgroups:
-                ends[subgroup.shard + 1] = subgroup.index + 1
-            self._subgroups_in = list(itertools.accumulate(ends, max))
-            self._gathers = ForwardGathers(
-                chunks, buffers, lambda count: engine.wait_for_params(self._subgroups_in[count])
-            )
+        self._passes = TrainingPasses(chunks, buffers, engine)
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -122,22 +82,20 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         work is with the lanes; `zero_grad` or `synchronize` waits for it.
         """
         self._engine.marks.end_of_backward()
-        if self._hooks is not None:
-            self._hooks.end_of_backward()
+        self._passes.end_of_backward()
         num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
         scale = self._loss_scale()
         norm = self._grad_norm() / scale
         is_finite = math.isfinite(norm)
         if self._scaler is not None:
             self._scaler.update(not is_finite)
-        self._reset_missing()
         if not is_finite:
             self._engine.skip_update()
             return False, norm, num_zeros
         clip = self.config.clip_grad
         coefficient = min(1.0, clip / (norm + 1e-6)) if clip > 0 else 1.0
         self._step += 1
-        self._is_settled = False
+        self._passes.is_settled = False
         if self.before_update is not None:
             self.before_update()
         self._engine.update([self._adam_class(g) for g in self.param_groups], self._group_of, coefficient / scale)
@@ -145,9 +103,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
 
     def drop_gradients(self) -> None:
         """Leave `step` out after a backward pass, of which gradients may have been flushed: another one may follow."""
-        if self._hooks is not None:
-            self._hooks.end_of_backward()
-        self._reset_missing()
+        self._passes.end_of_backward()
         self._engine.skip_update()
 
     def begin_step(self) -> None:
@@ -158,76 +114,22 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         not overlapped, all of it happens here.
         """
         self._engine.marks.begin()
-        for chunk in self._chunks:
-            reset_counts(chunk)
-        self._must_zero = True
-        overlaps = self._waits is not None or self._gathers is not None
-        if self._is_settled or not overlaps:
-            self._settle()
-            self._zero_grads()
-        elif self._gathers is not None:
-            self._is_settled = True
-            self._gathers.begin()
+        self._passes.begin_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
         zeroes, in loops that do not use `begin_step`."""
         self._engine.marks.begin()
-        self._settle()
+        self._passes.settle()
 
     def synchronize(self) -> None:
         """Make state and parameters final: before evaluation, checkpoints, exit."""
-        self._settle()
-        if self._gathers is not None:
-            self._gathers.leave()
+        self._passes.leave()
         self._engine.synchronize()
 
     def close(self) -> None:
         """Finish all work and release host memory."""
         self._engine.close()
-
-    def _settle(self) -> None:
-        self._engine.wait_until_reusable()
-        if self._is_settled:
-            return
-        self._is_settled = True
-        if all(b.group.size() == 1 for b in self._buffers.shards):
-            return
-        for chunk in self._chunks:
-            if not chunk.ddp_config.overlap_param_gather:  # else the forward pre-hooks gather
-                chunk.start_param_sync()
-
-    def _after_forward(self, *_unused: Any) -> None:
-        if self._must_zero:
-            self._engine.wait_until_reusable()
-            self._is_settled = True
-            self._zero_grads()
-
-    def _zero_grads(self) -> None:
-        self._must_zero = False
-        for chunk in self._chunks:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                buffer.reset()
-
-    def _param_ready(self, number: int) -> None:
-        for i in self._subgroups_of[number]:
-            self._missing[i] -= 1
-            if self._missing[i] == 0:
-                self._engine.grads_ready(i)
-
-    def _shards_reduced(self, shards: Sequence[int], work: Any) -> None:
-        """The gradients of these shards are final when the collective has ended, but for late parameters."""
-        engine = self._engine
-        with engine.following(work):
-            for s in reversed(engine.layout.subgroups):
-                if s.shard in shards and s.index not in engine.late_subgroups:
-                    engine.grads_ready(s.index)
-
-    def _reset_missing(self) -> None:
-        self._missing = [0] * len(self._missing)
-        for subgroups in self._subgroups_of:
-            for i in subgroups:
-                self._missing[i] += 1
 
     def _adam_class(self, group: dict[str, Any]) -> AdamClass:
         beta1, beta2 = self.config.adam_beta1, self.config.adam_beta2
@@ -341,7 +243,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
                 full = state_dict["param_state"][number][key].reshape(-1)
                 for s, low, high, at in self._ranges(number):
                     self._engine.write_state(s.index, name, low - s.start, full[at : at + high - low])
-        self._is_settled = False
+        self._passes.is_settled = False
 
     @property
     def param_state(self) -> ParamState:
@@ -361,7 +263,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         """After `param_state` was written: go on after `num_steps` updates; all ranks then gather the new weights."""
         self._step = num_steps
         self._load_scaler(scaler_state)
-        self._is_settled = False
+        self._passes.is_settled = False
 
     def _load_scaler(self, state: dict[str, Any] | None) -> None:
         if self._scaler is not None and state:
@@ -403,7 +305,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             for name in STATE_NAMES:
                 values = state_dict["shards"][s.shard][name][s.start : s.start + s.numel]
                 self._engine.write_state(s.index, name, 0, values)
-        self._is_settled = False
+        self._passes.is_settled = False
 
     # -- what is ours -------------------------------------------------------------------------------------------
 
