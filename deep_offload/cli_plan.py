@@ -18,6 +18,7 @@ from deep_offload.model.planning import (
     first_fitting,
     fits,
     largest_model,
+    other_cuts,
     save_seconds,
     token_budget,
 )
@@ -141,6 +142,12 @@ def answer(request: Request) -> tuple[list[str], bool]:
         lines += ["", "strategies on the same run:", *_alternatives_table(found)]
         if found[-1].result is not None and not found[-1].problem:
             lines.append("no offload needed: all state fits on the GPUs, and nothing is faster")
+        cuts = other_cuts(run, request.config, request.profile)
+        lines += [
+            "",
+            "cut otherwise, with as many micro-batches for each data-parallel rank:",
+            *_alternatives_table(cuts),
+        ]
     if not report.fits:
         return lines + _what_would_fit(run, request), False
     lines += _costs(forecast(run, request.config, request.profile), request.tokens)

@@ -67,6 +67,28 @@ def _alternative(name: str, run: RunShape, config: OffloadConfig, profile: Hardw
     return Alternative(name, result, "; ".join(result.problems))
 
 
+def other_cuts(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
+    """Forecast the run on twice the GPUs, data-parallel, and with twice and half the tensor parallelism.
+
+    Cuts that the model or the host does not allow are left out. Each data-parallel rank keeps its micro-batches.
+    """
+    p, found = run.parallel, []
+    cuts = [replace(p, data=2 * p.data)]
+    if p.data % 2 == 0 and 2 * p.tensor <= profile.num_gpus:
+        cuts.append(replace(p, tensor=2 * p.tensor, data=p.data // 2))
+    if p.tensor % 2 == 0:
+        cuts.append(replace(p, tensor=p.tensor // 2, data=2 * p.data))
+    for cut in cuts:
+        try:
+            cut.check(run.model)
+        except ValueError:
+            continue
+        batch = run.num_micro_batches * run.micro_batch_size * cut.data
+        name = f"{cut.world_size} GPUs: tensor {cut.tensor} x pipeline {cut.pipeline} x data {cut.data}"
+        found.append(_alternative(name, replace(run, parallel=cut, global_batch_size=batch), config, profile))
+    return tuple(found)
+
+
 def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile) -> Iterator[RunShape]:
     """The run on `num_gpus`, cut in every allowed way: least recomputation and model parallelism first.
 

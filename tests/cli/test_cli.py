@@ -53,7 +53,8 @@ def test_plan_of_a_run_that_fits(capsys):
     ):
         assert part in out
     rows = [line for line in out.splitlines() if "bound by" in line and "GiB" in line]
-    assert len(rows) == 9
+    assert len(rows) == 10
+    assert "2 GPUs: tensor 1 x pipeline 1 x data 2" in out
 
 
 def test_plan_of_a_run_that_does_not_fit(capsys):

@@ -17,6 +17,7 @@ from deep_offload.model.planning import (
     first_fitting,
     fits,
     largest_model,
+    other_cuts,
     save_seconds,
     single_gpu_run,
     token_budget,
@@ -209,6 +210,20 @@ def test_alternatives_are_ordered_by_physics():
     assert seconds["no offload"] < best
     assert seconds["as resident as fits"] <= best
     assert found["no offload"].result.stages[0].host_bytes == 0
+
+
+def test_other_cuts():
+    """More data-parallel ranks hold less state each, more tensor-parallel ones less of everything; what no host allows
+    is left out."""
+    run = run_of(parallel=ParallelShape(tensor=2, data=2), global_batch_size=2)
+    data, tensor, whole = other_cuts(run, OFFLOAD, H100X4)
+    here = forecast(run, OFFLOAD, H100X4).stages[0]
+    assert [cut.result.run.parallel.world_size for cut in (data, tensor, whole)] == [8, 4, 4]
+    assert data.result.run.global_batch_size == 4 and tensor.name == "4 GPUs: tensor 4 x pipeline 1 x data 1"
+    assert data.result.stages[0].host_bytes < here.host_bytes
+    assert tensor.result.stages[0].gpu_bytes < here.gpu_bytes
+    assert whole.result is None or whole.result.stages[0].gpu_bytes > here.gpu_bytes
+    assert len(other_cuts(run_of(), OFFLOAD, H200)) == 1
 
 
 def test_searches():
