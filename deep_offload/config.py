@@ -58,6 +58,10 @@ class OffloadConfig:
     offload_trace_steps: int = 1
     """Steps of --offload-trace and of the trace in --run-dir."""
 
+    offload_verify_interval: int = 0
+    """Steps from one check to the next in which CPU and GPU both update a subgroup and are compared bit by bit; a
+    difference ends the run. 0: no checks."""
+
     log_state_digest: bool = False
     """Print the sha256 of parameters and optimizer state at the end of training."""
 
@@ -82,6 +86,10 @@ class OffloadConfig:
             _check_positive_int("--offload-subgroup-numel", self.offload_subgroup_numel, "auto")
         _check_positive_int("--offload-num-slots", self.offload_num_slots, None)
         _check_positive_int("--offload-trace-steps", self.offload_trace_steps, None)
+        if self.offload_verify_interval < 0:
+            raise ValueError(
+                f"--offload-verify-interval is {self.offload_verify_interval}, allowed are 0 (no checks) and more"
+            )
         if self.offload_cpu_threads != "auto":
             _check_positive_int("--offload-cpu-threads", self.offload_cpu_threads, "auto")
         if self.offload_grad_wire not in GRAD_WIRES:

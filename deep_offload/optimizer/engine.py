@@ -270,6 +270,22 @@ class OffloadEngine:
         """Elements [start, end) of subgroup i in the parameter buffer: a view in its type, on the device."""
         return self._buffers.weights[i][start:end]
 
+    def read_grad(self, i: int) -> torch.Tensor:
+        """Gradient of subgroup i in the training loop's buffer: a view in its type, on the device."""
+        return self._buffers.grads[i]
+
+    def other_side(self, i: int) -> torch.device:
+        """Where subgroup i is not updated: the host, or the device."""
+        is_on_cpu = self.settings.placement[i] is Place.CPU
+        return self._device if is_on_cpu else torch.device("cpu")
+
+    def repeat_update(self, i: int, state: dict[str, torch.Tensor], grad: torch.Tensor) -> None:
+        """Do the last update's arithmetic of subgroup i on copies that lie on the `other_side`, in place.
+
+        state: as `read_state` gives it, fp32; grad: in the buffer's type.
+        """
+        self._worker.update_copy(i, state, grad, on_device=self.settings.placement[i] is Place.CPU)
+
     def write_state(self, i: int, name: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements from `start` of one state of subgroup i with fp32 values; a master also sets its
         weights."""

@@ -56,7 +56,8 @@ def build_optimizer(
             late_params=late_params(model_chunks, buffers),
             cores=_cores_of_this_rank(),
         )
-    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines)
+    verify = offload.offload_verify_interval
+    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, verify)
 
 
 def _cores_of_this_rank() -> float:

@@ -26,6 +26,7 @@ from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BufferMap
 from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
 from deep_offload.optimizer.megatron_passes import TrainingPasses
+from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
@@ -52,7 +53,9 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         buffers: BufferMap,
         engine: OffloadEngine,
         lines: Sequence[str],
+        verify_interval: int = 0,
     ) -> None:
+        """verify_interval: see `UpdateCheck`."""
         super().__init__(ParamGroups(param_groups, {}), config)
         self._chunks = list(chunks)
         self._buffers = buffers
@@ -70,6 +73,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._runs = _runs(buffers, counted=True)
         self._copies = _runs(buffers, counted=False)
         self._passes = TrainingPasses(chunks, buffers, engine)
+        self._check = UpdateCheck(engine, verify_interval)
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -98,7 +102,9 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._passes.is_settled = False
         if self.before_update is not None:
             self.before_update()
+        self._check.before(self._step)
         self._engine.update([self._adam_class(g) for g in self.param_groups], self._group_of, coefficient / scale)
+        self._check.after(self._step)
         return True, norm, num_zeros
 
     def drop_gradients(self) -> None:

@@ -17,6 +17,7 @@ from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.flat_params import flatten_params, local
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
+from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.storage import MASTER
 
 
@@ -71,6 +72,8 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._engine, self.placement_lines = build_engine(
             self._flat.shards, config, warn=warnings.warn, log=log or (lambda _line: None)
         )
+        self._check = UpdateCheck(self._engine, config.offload_verify_interval)
+        self._num_updates = 0
         self._steps = [0] * len(self._params)
         self._flushed_version: dict[int, int] = {}
         for number, p in enumerate(self._params):
@@ -102,7 +105,10 @@ class InterleavedAdamW(torch.optim.Optimizer):
             return loss
         classes, class_of = self._classes()
         if classes:
+            self._num_updates += 1
+            self._check.before(self._num_updates)
             self._engine.update(classes, class_of, scale)
+            self._check.after(self._num_updates)
             self._engine.wait_until_reusable()
             self._write_sharded_params()
         else:

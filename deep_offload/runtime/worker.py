@@ -163,6 +163,18 @@ class SubgroupWorker:
         self.traffic.gpu_params += arrays[EXP_AVG].numel()
         return 0
 
+    def update_copy(self, i: int, state: Arrays, grad: torch.Tensor, *, on_device: bool) -> None:
+        """The last step's update of subgroup i on copies: fp32 state and its gradient, on the device or the host."""
+        inputs = self._inputs()
+        arrays = state[MASTER], state[EXP_AVG], state[EXP_AVG_SQ], grad, None
+        if on_device:
+            scalars, segments = inputs.scalars_device, inputs.segments_device[i]
+            rest = segments, scalars, inputs.grad_scale, MasterStorage.FULL, inputs.decoupled
+            self._update_device(*arrays, *rest)
+        else:
+            rest = inputs.segments[i], inputs.scalars, inputs.grad_scale, inputs.decoupled, self._num_threads
+            cpu_kernels.adam_update(*arrays, *rest)
+
     def param_h2d(self, op: Op) -> int:
         source = self._weight_out(op.subgroup)
         if source is None:  # an fp32 parameter is its master

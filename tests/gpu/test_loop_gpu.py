@@ -34,3 +34,10 @@ def test_one_digest_on_the_gpu(precision, model):
         got = train(f"{common} --offload-resident-fraction 0 {setting}", model=model)
         assert got.losses == want.losses, setting
         assert got.digest == want.digest, setting
+
+
+def test_checks_of_both_sides_on_the_gpu():
+    """Real CPU and GPU kernels agree on every subgroup that --offload-verify-interval picks, and change nothing."""
+    common = "--bf16 --offload-resident-fraction 0.2 --offload-gpu-share 0.5 --train-iters 8"
+    want = train(common, model=LLAMA_LIKE.replace("48", "64"))
+    assert train(f"{common} --offload-verify-interval 1", model=LLAMA_LIKE.replace("48", "64")).digest == want.digest
