@@ -1,4 +1,4 @@
-"""--offload-verify-interval: in a running job, prove on one subgroup at a time that both sides still agree bit by bit."""
+"""--offload-verify-interval: in a running job, prove on one subgroup at a time that both sides agree bit by bit."""
 
 from __future__ import annotations
 
