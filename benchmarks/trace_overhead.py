@@ -151,14 +151,15 @@ def main() -> int:
         steps = ["--offload-trace-steps", str(num_steps)] if num_steps else []
         return train([*common, *shlex.split(SETTINGS[name]), *steps], options.output / f"{log}.log", trace)
 
-    shares = {name: run(name, name.replace("/", "_").replace(" ", "_"), max(2, iterations - 5)) for name in SHARES}
-    pairs = [(run(AUTO, f"auto_plain_{i}", 0), run(AUTO, f"auto_traced_{i}", STEPS)) for i in range(2)]
+    names, num_pairs = (SHARES[1:2], 1) if options.smoke else (SHARES, 2)
+    shares = {name: run(name, name.replace("/", "_").replace(" ", "_"), max(2, iterations - 5)) for name in names}
+    pairs = [(run(AUTO, f"auto_plain_{i}", 0), run(AUTO, f"auto_traced_{i}", STEPS)) for i in range(num_pairs)]
     shares[AUTO] = pairs[0][1]
     print("\n".join(HEAD))
     for name, one in shares.items():
         print(prediction_line(name, one))
     print("\n".join(overhead_lines([plain for plain, _ in pairs], [traced for _, traced in pairs])))
-    traces = [*shares.items(), (f"{AUTO} again", pairs[1][1])]
+    traces = [*shares.items(), (f"{AUTO} again", pairs[-1][1])]
     print("\n".join(attribution_line(name, one.steps[MEASURED]) for name, one in traces))
     least = min(attributed(one.steps[MEASURED]) for _, one in traces)
     if least < LEAST_ATTRIBUTED:

@@ -1,6 +1,7 @@
 """`make bench` runs on a machine without a GPU; it makes no claim about time there."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,15 @@ def test_sweep_prints_predicted_beside_measured(output):
     """The table has both update times and says how far they were apart."""
     assert "| stride_2 | " in output
     assert "predicted update: off by" in output
+
+
+def test_traces_have_a_price_and_explain_the_time(output):
+    """Iterations with and without a trace are compared, and parts of the update and of the iteration attributed."""
+    assert "overhead of --offload-trace: " in output
+    assert "| share 1/2 (GPU share 0." in output
+    explained = re.findall(r"([\d.]+) % of the update attributed .*?, ([\d.]+) % of the iteration", output)
+    assert len(explained) == 3
+    assert all(0 < float(update) <= 100 and 20 < float(whole) <= 100 for update, whole in explained)
 
 
 def test_exactness_skips_the_injected_step_and_finds_one_digest(output):
