@@ -57,7 +57,7 @@ def build_optimizer(
             cores=_cores_of_this_rank(),
         )
     verify = offload.offload_verify_interval
-    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, verify)
+    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, verify, log)
 
 
 def _cores_of_this_rank() -> float:

@@ -21,6 +21,7 @@ from deep_offload.model.trace import Expectation, UpdateFacts
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
 from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
+from deep_offload.optimizer.drift import ProfileDrift
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BufferMap
@@ -54,8 +55,9 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         engine: OffloadEngine,
         lines: Sequence[str],
         verify_interval: int = 0,
+        log: Callable[[str], None] = print,
     ) -> None:
-        """verify_interval: see `UpdateCheck`."""
+        """verify_interval: see `UpdateCheck`; log: takes lines about changes while it runs."""
         super().__init__(ParamGroups(param_groups, {}), config)
         self._chunks = list(chunks)
         self._buffers = buffers
@@ -74,6 +76,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._copies = _runs(buffers, counted=False)
         self._passes = TrainingPasses(chunks, buffers, engine)
         self._check = UpdateCheck(engine, verify_interval)
+        self._drift = ProfileDrift(engine.expected, log)
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -324,6 +327,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         fields = [("offload wait (ms)", f"{self._engine.wait_seconds * 1e3:.1f}")]
         update = self.last_update()
         if update is not None:
+            self._drift.add(update)
             fields.append(("offload update", str(update)))
         return fields
 
