@@ -292,6 +292,10 @@ class ForwardWaits:
         """end_of: number of subgroups, from the first, that must be in place before a parameter is read."""
         self._wait_for_params = wait_for_params
         for chunk in chunks:
+            for group in chunk.bucket_groups:
+                # With --overlap-param-gather DDP would gather from one rank: gloo reads a whole bucket and writes it
+                # back later, over parameters that an update has put into place meanwhile.
+                group.start_param_sync = _nothing_to_gather(group)
             for module in chunk.module.modules():
                 count = max((end_of.get(p, 0) for p in module.parameters(recurse=False)), default=0)
                 if count:
@@ -302,6 +306,15 @@ class ForwardWaits:
             self._wait_for_params(count)
 
         return hook
+
+
+def _nothing_to_gather(bucket_group: Any) -> Callable[..., None]:
+    """A bucket group's `start_param_sync` where one rank has all parameters."""
+
+    def start_param_sync(force_sync: bool = False) -> None:
+        bucket_group.param_gather_dispatched = True
+
+    return start_param_sync
 
 
 class ForwardGathers:

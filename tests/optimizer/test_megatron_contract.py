@@ -16,7 +16,7 @@ CHUNK = [
 ]
 BUFFER = "buckets param_index_map data_parallel_group".split()
 BUCKET = "param_data grad_data offset params_list numel_unpadded gradient_scaling_factor".split()
-GROUP = "buckets is_last_microbatch grad_reduce_handle".split()
+GROUP = "buckets is_last_microbatch grad_reduce_handle start_param_sync param_gather_dispatched".split()
 
 
 @pytest.fixture(scope="module")

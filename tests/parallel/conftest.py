@@ -13,11 +13,17 @@ Outcomes = list[list[Outcome]]
 
 @pytest.fixture(scope="session")
 def pools():
-    """Ranks -> pool; a pool of 4 is not used for 2, whose idle ranks would cost nothing but memory."""
+    """Ranks -> pool; only the one asked for last has processes."""
     made: dict[int, RankPool] = {}
 
     def get(ranks: int) -> RankPool:
-        return made.setdefault(ranks, RankPool(ranks, timeout_s=240))
+        if ranks not in made:
+            # A run holds several trainings, and gloo's threads of each live on: the more ranks, the sooner a new start.
+            made[ranks] = RankPool(ranks, timeout_s=240, runs_per_start=max(1, 8 // ranks))
+        for other, pool in made.items():
+            if other != ranks:
+                pool.close()
+        return made[ranks]
 
     yield get
     for pool in made.values():

@@ -82,6 +82,26 @@ def watching_gathers(command_lines: list[str], cache: str) -> list[Outcome]:
     return run_all(command_lines, cache, watch)
 
 
+def with_copying_gathers(command_lines: list[str], cache: str) -> list[Outcome]:
+    """A gather of one rank copies what it read a while ago into its place, as gloo's does; updates come meanwhile."""
+
+    @contextlib.contextmanager
+    def mutation(_outcome: Outcome) -> Iterator[None]:
+        original = param_and_grad_buffer.dist_all_gather_func
+
+        def gather(output: Any, source: Any, group: Any, async_op: bool = False) -> Any:
+            if group.size() > 1:
+                return original(output, source, group=group, async_op=async_op)
+            read = source.clone()
+            time.sleep(0.02)
+            return output.copy_(read)
+
+        with mock.patch.object(param_and_grad_buffer, "dist_all_gather_func", gather), slow_down("param_h2d", 0.02):
+            yield
+
+    return run_all(command_lines, cache, mutation)
+
+
 def waiting_twice(command_lines: list[str], cache: str) -> list[Outcome]:
     """gloo's reductions are waited for each time, and the flush comes late: after the sums over other groups."""
     return run_all(command_lines, cache, lambda _outcome: _twice())

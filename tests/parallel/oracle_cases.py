@@ -155,8 +155,7 @@ def _overflowing(outcome: Outcome, at: int, bad_rank: int):
             # An element that a parameter owns: padding is not looked at.
             shard = self._buffers.shards[0].shard
             shard.grad[shard.segments[0].start] = math.inf
-        if self._hooks is not None:
-            self._hooks.end_of_backward()
+        self._passes.end_of_backward()
         before = self.state_digest()
         result = step(self)
         outcome.notes.append((result[0], before, self.state_digest()))

@@ -64,6 +64,7 @@ class Outcome:
 
     losses: list[str] = field(default_factory=list)
     norms: list[str] = field(default_factory=list)
+    """Every bit of each step's gradient norm."""
     scales: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     digest: str = ""
@@ -123,7 +124,6 @@ def train(command_line: str, ranks: Ranks, watch: Watch | None = None) -> Outcom
         pretrain(config, ranks)
     text = out.getvalue()
     outcome.losses = re.findall(r"lm loss: (\S+)", text)
-    outcome.norms = re.findall(r"grad norm: (\S+)", text)
     outcome.scales = re.findall(r"loss scale: (\S+)", text)
     outcome.skipped = re.findall(r"number of skipped iterations: +(\d+)", text)
     outcome.digest = "".join(re.findall(r"state digest: (\S+)", text))
@@ -138,7 +138,9 @@ def _observed(outcome: Outcome):
 
     def step(self):
         outcome.early = len(self._engine._ready)
-        return original_step(self)
+        result = original_step(self)
+        outcome.norms.append(float(result[1]).hex())
+        return result
 
     def close(self):
         if not seen:

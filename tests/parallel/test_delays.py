@@ -10,6 +10,7 @@ from tests.parallel.delay_cases import (
     delayed,
     waiting_twice,
     watching_gathers,
+    with_copying_gathers,
     without_waiting_for_collectives,
     without_waiting_for_params,
 )
@@ -52,6 +53,14 @@ def test_forward_waits_per_bucket_group(train):
         first = counts[: counts.index(total) + 1]
         assert len(first) == outcome.num_buckets
         assert first == sorted(first) and first[0] < total // 2
+
+
+def test_one_data_parallel_rank_gathers_nothing(train):
+    """With --overlap-param-gather, and weights in place one after the other: no copy of old ones over new ones."""
+    place = "--offload-resident-fraction 0 --offload-gpu-share 0"
+    (want,) = train("pp2", [f"{FLAGS} --offload-resident-fraction 1"])
+    (got,) = train("pp2", [f"{FLAGS} {place}"], with_copying_gathers)
+    assert (got[0].digest, got[-1].losses) == (want[0].digest, want[-1].losses)
 
 
 def test_the_healthy_run_has_the_digest(train, want):
