@@ -59,8 +59,8 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 72.8 of 75.0 usable GiB = weights 19.1, gradients 19.1 (bf16), activations
     # 9.4, logits 0.3, working 0.5, optimizer state 21.5, slots and upcast 2.9.
     # bf16 gradients: fp32 ones would take 38.3 GiB.
-    # Host: 117.9 GiB of the node, pinned: 45 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 70 % (bound by cpu).
+    # Host: 115.7 GiB of the node, pinned: 45 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 76 % (bound by cpu).
     TENSOR=2 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=25
     ;;
 "8 x 80 GB")
@@ -74,8 +74,8 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 130.4 of 132.0 usable GiB = weights 38.3, gradients 38.3 (bf16), activations
     # 18.6, logits 0.6, working 0.8, optimizer state 31.0, slots and upcast 2.8.
     # bf16 gradients: fp32 ones would take 76.6 GiB.
-    # Host: 189.9 GiB of the node, pinned: 16 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 54 % (bound by cpu).
+    # Host: 187.2 GiB of the node, pinned: 16 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 58 % (bound by h2d).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=34
     ;;
 "2 x 141 GB")

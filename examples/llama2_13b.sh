@@ -31,8 +31,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.1, logits 0.4, working 0.4, optimizer state 5.7, slots and upcast 3.1.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 122.9 GiB of the node, pinned: 9 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 70 % (bound by cpu).
+    # Host: 120.9 GiB of the node, pinned: 9 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 75 % (bound by h2d).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
     ;;
 "4 x 40 GB")
@@ -49,8 +49,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.1, logits 0.4, working 0.4, optimizer state 7.9, slots and upcast 1.0.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 71.8 GiB of the node, pinned: 52 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 38 % (bound by dram).
+    # Host: 57.7 GiB of the node, pinned: 52 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 100 % (bound by dram).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
     ;;
 "1 x 80 GB")
@@ -58,8 +58,8 @@ case "$GPUS x $GPU_GB GB" in
     # 2.3, logits 0.8, working 0.5, optimizer state 17.3, slots and upcast 3.6.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 116.0 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 71 % (bound by cpu).
+    # Host: 113.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 75 % (bound by h2d).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
     ;;
 "2 x 80 GB")
@@ -67,8 +67,8 @@ case "$GPUS x $GPU_GB GB" in
     # 2.3, logits 0.8, working 0.5, optimizer state 17.1, slots and upcast 3.1.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 100.0 GiB of the node, pinned: 28 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 62 % (bound by cpu).
+    # Host: 90.0 GiB of the node, pinned: 28 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 91 % (bound by d2h).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
     ;;
 "4 x 80 GB")
@@ -76,8 +76,8 @@ case "$GPUS x $GPU_GB GB" in
     # 2.3, logits 0.8, working 0.5, optimizer state 19.1, slots and upcast 1.5.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 58.3 GiB of the node, pinned: 63 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 24 % (bound by cpu).
+    # Host: 52.5 GiB of the node, pinned: 63 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 58 % (bound by cpu).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
     ;;
 "8 x 80 GB")
@@ -89,19 +89,19 @@ case "$GPUS x $GPU_GB GB" in
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=none
     ;;
 "1 x 141 GB")
-    # GPU: 129.5 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 28.5, logits 0.8, working 0.5, optimizer state 48.1, slots and upcast 3.1.
+    # GPU: 130.0 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 28.5, logits 0.8, working 0.5, optimizer state 48.1, slots and upcast 3.6.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 88.4 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 51 % (bound by cpu).
+    # Host: 85.3 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 59 % (bound by dram).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=52
     ;;
 "2 x 141 GB")
     # GPU: 129.5 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
     # 28.5, logits 0.8, working 0.5, optimizer state 48.2, slots and upcast 3.1.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 31.9 GiB of the node, pinned: 80 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 28 % (bound by dram).
+    # Host: 25.2 GiB of the node, pinned: 80 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 96 % (bound by d2h).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=52
     ;;
 "4 x 141 GB")

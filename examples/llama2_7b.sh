@@ -28,8 +28,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 0.8, working 0.4, optimizer state 4.6, slots and upcast 3.4.
     # Full recomputation: activations would take 18.2 GiB otherwise.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 65.3 GiB of the node, pinned: 7 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 67 % (bound by cpu).
+    # Host: 63.9 GiB of the node, pinned: 7 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 75 % (bound by h2d).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=8
     ;;
 "2 x 40 GB")
@@ -37,8 +37,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 0.8, working 0.4, optimizer state 5.1, slots and upcast 2.4.
     # Full recomputation: activations would take 18.2 GiB otherwise.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 60.6 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 63 % (bound by cpu).
+    # Host: 58.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 67 % (bound by dram).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=8
     ;;
 "4 x 40 GB")
@@ -46,8 +46,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 0.8, working 0.4, optimizer state 6.6, slots and upcast 1.2.
     # Full recomputation: activations would take 18.2 GiB otherwise.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 43.7 GiB of the node, pinned: 42 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 49 % (bound by cpu).
+    # Host: 36.4 GiB of the node, pinned: 42 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=8
     ;;
 "8 x 40 GB")
@@ -62,16 +62,16 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 73.2 of 75.0 usable GiB = weights 12.6, gradients 12.6 (bf16), activations
     # 18.2, logits 0.8, working 0.4, optimizer state 25.3, slots and upcast 3.4.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 41.6 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 72 % (bound by cpu).
+    # Host: 41.2 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 75 % (bound by cpu).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=29
     ;;
 "2 x 80 GB")
-    # GPU: 71.3 of 75.0 usable GiB = weights 12.6, gradients 12.6 (bf16), activations
-    # 18.2, logits 0.8, working 0.4, optimizer state 26.1, slots and upcast 0.6.
+    # GPU: 73.1 of 75.0 usable GiB = weights 12.6, gradients 12.6 (bf16), activations
+    # 18.2, logits 0.8, working 0.4, optimizer state 26.1, slots and upcast 2.4.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 14.2 GiB of the node, pinned: 84 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 6 % (bound by cpu).
+    # Host: 10.5 GiB of the node, pinned: 84 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=29
     ;;
 "4 x 80 GB")

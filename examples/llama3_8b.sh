@@ -31,8 +31,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 3.1, working 0.9, optimizer state 11.3, slots and upcast 3.3.
     # Full recomputation: activations would take 18.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 59.9 GiB of the node, pinned: 30 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 62 % (bound by cpu).
+    # Host: 57.5 GiB of the node, pinned: 30 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 74 % (bound by d2h).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=15
     ;;
 "4 x 40 GB")
@@ -40,8 +40,8 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 3.1, working 0.9, optimizer state 12.3, slots and upcast 2.4.
     # Full recomputation: activations would take 18.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 32.0 GiB of the node, pinned: 67 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 36 % (bound by cpu).
+    # Host: 25.8 GiB of the node, pinned: 67 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=15
     ;;
 "8 x 40 GB")
@@ -57,8 +57,8 @@ case "$GPUS x $GPU_GB GB" in
     # 3.1, logits 6.0, working 1.4, optimizer state 30.2, slots and upcast 2.4.
     # Full recomputation: activations would take 36.8 GiB otherwise.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 51.3 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 63 % (bound by cpu).
+    # Host: 46.1 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 92 % (bound by d2h).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=33
     ;;
 "2 x 80 GB")
@@ -88,8 +88,8 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 129.7 of 132.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
     # 36.8, logits 6.0, working 1.4, optimizer state 53.1, slots and upcast 2.4.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 27.8 GiB of the node, pinned: 72 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 29 % (bound by cpu).
+    # Host: 25.4 GiB of the node, pinned: 72 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 59 % (bound by cpu).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=56
     ;;
 "2 x 141 GB")

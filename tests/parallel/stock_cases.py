@@ -177,6 +177,11 @@ class StockInOurPlace:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._peer, name)
 
+    def begin_step(self) -> None:
+        self._peer.zero_grad()
+        for chunk in self._peer.model_chunks:
+            chunk.zero_grad_buffer()
+
     def step(self) -> tuple[bool, float, int | None]:
         with as_if_on_cuda():
             done, norm, zeros = self._peer.step()

@@ -203,6 +203,9 @@ def test_where_flex_is_used(monkeypatch):
         def size(self, axis):
             return self._size
 
+    # What tests before this one left behind.
+    monkeypatch.setattr(flex, "_failure", [])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     assert flex.is_usable(OnGPU(), 0.0)
     assert not flex.is_usable(OnGPU(is_cuda=False), 0.0)
     assert not flex.is_usable(OnGPU(dtype=torch.float32), 0.0)
