@@ -31,6 +31,8 @@ class ProfileDrift:
         expected = self._expected
         if expected is None or len(self._seconds) == NUM_UPDATES:
             return
+        if expected.profile.num_gpus == 0:  # lanes and compute share the cores there: no rates could hold
+            return
         self._seconds.append(facts.in_place_seconds)
         if len(self._seconds) < NUM_UPDATES:
             return

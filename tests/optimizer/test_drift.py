@@ -25,7 +25,7 @@ def expected(tmp_path, monkeypatch):
         before_step=lambda optimizer: seen.append(optimizer.expected),
     )
     assert cache_file(seen[0].profile.fingerprint).exists()
-    return replace(seen[0], update_seconds=1.0)
+    return replace(seen[0], update_seconds=1.0, profile=replace(seen[0].profile, num_gpus=1))
 
 
 def lines_after(expected, seconds):
@@ -61,14 +61,26 @@ def test_short_updates_prove_nothing(expected):
     assert lines_after(replace(expected, update_seconds=0.01), [0.05] * NUM_UPDATES) == []
 
 
+def test_without_a_gpu_nothing_is_said(expected):
+    """On the CPU alone lanes and compute share the cores, and a profile would be measured again in vain."""
+    on_cpu = replace(expected, profile=replace(expected.profile, num_gpus=0))
+    assert lines_after(on_cpu, [5.0] * NUM_UPDATES) == []
+    assert cache_file(expected.profile.fingerprint).exists()
+
+
 def test_the_loop_feeds_it(tmp_path, monkeypatch):
-    """A real run whose profile is wrong says so in its log."""
+    """A real run, its profile said to be a GPU's, adds each update and forgets the profile."""
     monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path))
     monkeypatch.setattr(drift, "SHORTEST_SECONDS", 0.0)
     monkeypatch.setattr(drift, "TOLERANCE", 1.0)
     seen = []
-    train(
-        "--bf16 --offload-resident-fraction 0 --offload-gpu-share 0.5 --train-iters 14",
-        before_step=lambda optimizer: seen.append(optimizer) or optimizer.last_step_fields(),
-    )
+
+    def before(optimizer):
+        if not seen:
+            expected = optimizer._drift._expected
+            optimizer._drift._expected = replace(expected, profile=replace(expected.profile, num_gpus=1))
+            seen.append(optimizer)
+        optimizer.last_step_fields()
+
+    train("--bf16 --offload-resident-fraction 0 --offload-gpu-share 0.5 --train-iters 14", before_step=before)
     assert len(seen[0]._drift._seconds) == NUM_UPDATES and not list(tmp_path.glob("profile-*.json"))
