@@ -57,6 +57,7 @@ class Part:
 
 
 AUTO = ("auto", OFFLOADED)
+SHARE_0 = ("share0", f"{OFFLOADED} --offload-gpu-share 0")
 TRAININGS = {
     "dp2": Part(SHAPES["3.5b"], DATA, (("resident", RESIDENT), AUTO), 45, 6),
     "tp2": Part(SHAPES["3.5b"], TENSOR, (("resident", RESIDENT), AUTO), 45, 6),
@@ -64,7 +65,7 @@ TRAININGS = {
     "13b": Part(
         Shape(40, 5120, 13824, 40, 50304, 2048, _PUBLISHED),
         TENSOR,
-        (AUTO, ("share0", f"{OFFLOADED} --offload-gpu-share 0")),
+        (AUTO, SHARE_0),
         160,
         20,
         one_process=False,
@@ -72,7 +73,7 @@ TRAININGS = {
     "20b": Part(
         Shape(40, 5120, 20480, 64, 50304, 2048, _PUBLISHED),
         TENSOR,
-        (AUTO, ("share0", f"{OFFLOADED} --offload-gpu-share 0")),
+        (AUTO, SHARE_0),
         240,
         20,
         one_process=False,

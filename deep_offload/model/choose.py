@@ -333,7 +333,7 @@ class _Search:
             wire=state.wire,
             split_master=state.split_master,
             num_slots=min(self.config.offload_num_slots, num_streamed),
-            predicted_update_seconds=parameters_in_place_seconds(timeline),
+            predicted_update_seconds=timeline.in_place_seconds,
             predicted_iteration_seconds=played.iteration_seconds,
             binding_lane=lane,
             lane_shares=lanes,
@@ -343,18 +343,11 @@ class _Search:
         )
 
 
-def parameters_in_place_seconds(timeline: Timeline) -> float:
-    """From the gradient norm until the last parameter is updated and on the device; flushes may go on behind it."""
-    norm = max((span.end for span in timeline.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
-    ends = [span.end for span in timeline.spans if span.op.kind in (OpKind.UPDATE_GPU, OpKind.PARAM_H2D)]
-    return max(ends, default=norm) - norm
-
-
 def _lane_shares(timeline: Timeline, layout: ShardLayout, state: StateFormat, dram_rate: float) -> dict[str, float]:
     """Busy share of each lane in the update phase; of host memory, bytes over its bandwidth."""
     shares = {lane.value: timeline.busy_share(lane) for lane in (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)}
     seconds = timeline.update_seconds
-    norm = max((span.end for span in timeline.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+    norm = timeline.norm_end
     moved = 0.0
     for span in timeline.update_spans:  # of an operation that the norm cut in two only what came behind it
         part = (span.end - max(span.start, norm)) / span.seconds if span.seconds > 0 else 1.0

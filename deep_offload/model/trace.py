@@ -84,15 +84,10 @@ class Expectation:
         return played.timeline
 
 
-def norm_end(timeline: Timeline) -> float:
-    """When the gradient norm was known, the moment that predicted and measured lanes are laid side by side at."""
-    return max((span.end for span in timeline.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
-
-
 def backward_seconds(timeline: Timeline) -> float:
     """From the first final gradient to the norm."""
     first = min((s.end for s in timeline.spans if s.op.kind is OpKind.GRADS_READY), default=0.0)
-    return max(0.0, norm_end(timeline) - first)
+    return max(0.0, timeline.norm_end - first)
 
 
 def forward_seconds(step: Timeline, following: Timeline) -> float:
@@ -139,7 +134,7 @@ def _predictions(steps: Sequence[Timeline], expected: Expectation) -> list[Timel
     for step, following in reversed(list(zip(steps, [*steps[1:], None]))):
         forward = forward_seconds(step, following) if following is not None else 0.0
         prediction = expected.timeline(backward_seconds(step), forward)
-        moved = shifted(prediction, norm_end(step) - norm_end(prediction))
+        moved = shifted(prediction, step.norm_end - prediction.norm_end)
         spans = [
             replace(s, start=min(s.start, cut), end=min(s.end, cut)) if s.op.lane is Lane.MAIN else s
             for s in moved.spans
@@ -207,7 +202,7 @@ def _memory_counter(timeline: Timeline, expected: Expectation) -> list[dict[str,
 
 def attributed_share(timeline: Timeline) -> float:
     """Part of the update phase during which at least one lane works: what the trace explains."""
-    start, total = norm_end(timeline), timeline.update_seconds
+    start, total = timeline.norm_end, timeline.update_seconds
     if total <= 0:
         return 1.0
     return min(1.0, covered_seconds(((s.start, s.end) for s in timeline.update_spans), start, start + total) / total)
@@ -216,7 +211,7 @@ def attributed_share(timeline: Timeline) -> float:
 def explained_share(steps: Sequence[Timeline]) -> float:
     """Part of the time from the first step's norm to the last one's in which a lane works, or the loop computes or
     waits; 1 for fewer than two steps."""
-    start, end = (norm_end(steps[0]), norm_end(steps[-1])) if steps else (0.0, 0.0)
+    start, end = (steps[0].norm_end, steps[-1].norm_end) if steps else (0.0, 0.0)
     if end <= start:
         return 1.0
     work = [(span.start - span.waited, span.end) for step in steps for span in step.spans]

@@ -13,7 +13,7 @@ import torch
 
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
-from deep_offload.model.trace import Expectation, norm_end
+from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.step_marks import Mark, StepMarks, phases_of
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.execute import PlanRun
@@ -210,7 +210,7 @@ class OffloadEngine:
             at = joined[len(spans) : len(spans) + len(marks)]
             del joined[: len(spans) + len(marks)]
             allocated = tuple((span.end, mark.allocated) for span, mark in zip(at, marks)) if self._on_gpu else ()
-            steps.append(Timeline(spans, phases_of(marks, at, norm_end(Timeline(spans))), allocated))
+            steps.append(Timeline(spans, phases_of(marks, at, Timeline(spans).norm_end), allocated))
         return steps
 
     def finished_timeline(self) -> Timeline | None:

@@ -277,35 +277,29 @@ def reset_counts(chunk: DistributedDataParallel) -> None:
         group.reset()
 
 
-class ForwardWaits:
-    """With one data-parallel rank: each module's forward pass waits until its own parameters are in place.
+def wait_in_forward(
+    chunks: Sequence[DistributedDataParallel],
+    end_of: Mapping[torch.nn.Parameter, int],
+    wait_for_params: Callable[[int], None],
+) -> None:
+    """With one data-parallel rank: make each module's forward pass wait until its own parameters are in place.
 
-    So the first layers compute while the last ones are still being updated.
+    So the first layers compute while the last ones are still being updated. end_of: number of subgroups, from the
+    first, that must be in place before a parameter is read.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[DistributedDataParallel],
-        end_of: Mapping[torch.nn.Parameter, int],
-        wait_for_params: Callable[[int], None],
-    ) -> None:
-        """end_of: number of subgroups, from the first, that must be in place before a parameter is read."""
-        self._wait_for_params = wait_for_params
-        for chunk in chunks:
-            for group in chunk.bucket_groups:
-                # With --overlap-param-gather DDP would gather from one rank: gloo reads a whole bucket and writes it
-                # back later, over parameters that an update has put into place meanwhile.
-                group.start_param_sync = _nothing_to_gather(group)
-            for module in chunk.module.modules():
-                count = max((end_of.get(p, 0) for p in module.parameters(recurse=False)), default=0)
-                if count:
-                    module.register_forward_pre_hook(self._hook(count), prepend=True)
+    def hook_for(count: int) -> Callable[..., None]:
+        return lambda *_unused: wait_for_params(count)
 
-    def _hook(self, count: int) -> Callable[..., None]:
-        def hook(*_unused: Any) -> None:
-            self._wait_for_params(count)
-
-        return hook
+    for chunk in chunks:
+        for group in chunk.bucket_groups:
+            # With --overlap-param-gather DDP would gather from one rank: gloo reads a whole bucket and writes it
+            # back later, over parameters that an update has put into place meanwhile.
+            group.start_param_sync = _nothing_to_gather(group)
+        for module in chunk.module.modules():
+            count = max((end_of.get(p, 0) for p in module.parameters(recurse=False)), default=0)
+            if count:
+                module.register_forward_pre_hook(hook_for(count), prepend=True)
 
 
 def _nothing_to_gather(bucket_group: Any) -> Callable[..., None]:

@@ -12,9 +12,9 @@ from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.megatron_buffers import (
     BufferMap,
     ForwardGathers,
-    ForwardWaits,
     late_params,
     reset_counts,
+    wait_in_forward,
     watch_backward,
 )
 
@@ -49,12 +49,11 @@ class TrainingPasses:
             on_shards=self._shards_reduced,
             on_again=lambda _number: engine.skip_update(),
         )
-        self._waits: ForwardWaits | None = None
         self._gathers: ForwardGathers | None = None
         self._chunks[-1].register_forward_hook(self._after_forward)
         if self._is_alone:
             ends = [max(subgroups, default=-1) + 1 for subgroups in self._subgroups_of]
-            self._waits = ForwardWaits(chunks, dict(zip(buffers.params, ends)), engine.wait_for_params)
+            wait_in_forward(chunks, dict(zip(buffers.params, ends)), engine.wait_for_params)
         elif all(chunk.ddp_config.overlap_param_gather for chunk in chunks):
             ends = [0] * (len(buffers.shards) + 1)
             for subgroup in engine.layout.subgroups:
@@ -67,7 +66,7 @@ class TrainingPasses:
         for chunk in self._chunks:
             reset_counts(chunk)
         self._must_zero = True
-        overlaps = self._waits is not None or self._gathers is not None
+        overlaps = self._is_alone or self._gathers is not None
         if self.is_settled or not overlaps:
             self.settle()
             self._zero_grads()

@@ -72,28 +72,33 @@ class Timeline:
         return min((span.start for span in self.spans if span.op.kind is kind), default=None)
 
     @property
+    def norm_end(self) -> float:
+        """When the gradient norm was known: the start of the update."""
+        return max((span.end for span in self.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+
+    @property
     def update_spans(self) -> tuple[Span, ...]:
         """Work of the update phase: what starts after the norm is known, external ops aside."""
-        norm = max((span.end for span in self.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+        norm = self.norm_end
         return tuple(s for s in self.spans if s.op.lane is not Lane.MAIN and s.end > norm)
 
     @property
     def update_seconds(self) -> float:
         """From the norm to the last update, flush or upload."""
-        norm = max((span.end for span in self.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+        norm = self.norm_end
         return max((span.end for span in self.update_spans), default=norm) - norm
 
     @property
     def in_place_seconds(self) -> float:
         """From the norm until the last parameter is updated and on the device; flushes may go on behind it."""
-        norm = max((span.end for span in self.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+        norm = self.norm_end
         writers = (s for s in self.spans if s.op.kind in (OpKind.UPDATE_GPU, OpKind.PARAM_H2D))
         return max((span.end for span in writers), default=norm) - norm
 
     def busy_share(self, lane: Lane) -> float:
         """Share of the update phase during which the lane works."""
         total = self.update_seconds
-        norm = max((span.end for span in self.spans if span.op.kind is OpKind.NORM_READY), default=0.0)
+        norm = self.norm_end
         busy = sum(s.end - max(s.start, norm) for s in self.update_spans if s.op.lane is lane)
         return busy / total if total > 0 else 0.0
 

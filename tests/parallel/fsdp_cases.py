@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,3 +120,15 @@ def refused(cache: str) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def assert_resident_bits(resident: tuple[Any, Any, Any], others: Sequence[tuple[Any, Any, Any]]) -> None:
+    """Weights, states and norms of offloaded placements are those of the resident run, and the CPU updated a part."""
+    weights, states, norms = resident
+    for got_weights, got_states, got_norms in others:
+        assert got_norms == norms
+        assert all(torch.equal(a, b) for a, b in zip(got_weights, weights, strict=True))
+        assert got_states.pop("traffic")["cpu_params"] > 0
+        for index, state in got_states.items():
+            for name, tensor in state.items():
+                assert torch.equal(tensor, states[index][name]), f"{name} of {index}"

@@ -32,17 +32,21 @@ def torchrun(
     )
 
 
-@pytest.mark.parametrize("layout", ["", pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.full)])
-@pytest.mark.parametrize(("fault", "shown"), [("raises", "a planted fault"), ("killed", "Signal 9 (SIGKILL)")])
-def test_a_failing_rank_ends_the_job(tmp_path, cache, layout, fault, shown):
-    """Within a minute of the fault all ranks are gone, the exit code is not 0 and the cause stands in the output."""
+def assert_a_fault_ends_the_job(flags, tmp_path, cache, fault, shown):
     moment = tmp_path / "moment"
     env = {"FAULT": fault, "FAULT_TIME": str(moment), "DEEP_OFFLOAD_CACHE": cache}
-    done = torchrun(SCRIPT, f"{FLAGS} {layout} --offload-resident-fraction 0", env)
+    done = torchrun(SCRIPT, f"{flags} --offload-resident-fraction 0", env)
     assert time.time() - float(moment.read_text()) < 60
     assert done.returncode != 0
     assert shown in done.stdout
     assert "iteration        2/" in done.stdout
+
+
+@pytest.mark.parametrize("layout", ["", pytest.param("--pipeline-model-parallel-size 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("fault", "shown"), [("raises", "a planted fault"), ("killed", "Signal 9 (SIGKILL)")])
+def test_a_failing_rank_ends_the_job(tmp_path, cache, layout, fault, shown):
+    """Within a minute of the fault all ranks are gone, the exit code is not 0 and the cause stands in the output."""
+    assert_a_fault_ends_the_job(f"{FLAGS} {layout}", tmp_path, cache, fault, shown)
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [(2, 1), pytest.param(8, 2, marks=pytest.mark.full)])

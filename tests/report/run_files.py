@@ -10,7 +10,7 @@ from typing import Any
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.simulator import simulate
-from deep_offload.model.trace import Expectation, norm_end, run_trace, shifted
+from deep_offload.model.trace import Expectation, run_trace, shifted
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import place_by_share
@@ -34,7 +34,7 @@ def expectation(rest: str = "gpu") -> Expectation:
 def measured_steps(count: int = 3):
     expected = expectation()
     played = simulate(expected.plan, expected.layout, expected.state, expected.profile, backward_seconds=0.002)
-    norm = norm_end(played.timeline)
+    norm = played.timeline.norm_end
     phases = (Phase(FORWARD, 0, norm - 0.004, norm - 0.002), Phase(BACKWARD, 0, norm - 0.002, norm))
     return [shifted(Timeline(played.timeline.spans, phases), 0.01 * i) for i in range(count)]
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from deep_offload.model.trace import explained_share, forward_seconds, norm_end, run_trace
+from deep_offload.model.trace import explained_share, forward_seconds, run_trace
 from deep_offload.optimizer.step_marks import StepMarks, phases_of
 from deep_offload.plan.draw import draw_lanes, read_trace
 from deep_offload.plan.ops import Lane, Op, OpKind
@@ -53,8 +53,8 @@ def test_passes_belong_to_their_step(measured):
     """They lie between the norm of the step before and their own, and gradients become final in the last backward."""
     steps = measured[0]
     for before, step in pairwise(steps):
-        assert norm_end(before) <= step.phases[0].start
-        assert step.phases[-1].end == norm_end(step)
+        assert before.norm_end <= step.phases[0].start
+        assert step.phases[-1].end == step.norm_end
         last = next(p for p in step.phases if (p.kind, p.micro_batch) == (BACKWARD, 2))
         ready = [span.end for span in step.lane(Lane.MAIN) if span.op.kind is OpKind.GRADS_READY]
         assert last.start <= min(ready)
@@ -119,7 +119,7 @@ def test_a_forward_pass_without_its_waits():
     assert forward_seconds(Timeline((wait,)), following) == pytest.approx(3.0)
     assert forward_seconds(Timeline((wait,)), Timeline(())) == 0.0
     steps = [
-        Timeline(step.spans, (Phase(FORWARD, 0, norm_end(step) - 0.5, norm_end(step)),)) for step in measured_steps(3)
+        Timeline(step.spans, (Phase(FORWARD, 0, step.norm_end - 0.5, step.norm_end),)) for step in measured_steps(3)
     ]
     predicted = read_trace(run_trace(steps, expectation()))["predicted"]
     work = sorted((s.start, s.end) for s in predicted.lane(Lane.MAIN) if s.seconds > 0)

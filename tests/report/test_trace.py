@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 
-from deep_offload.model.trace import Expectation, attributed_share, norm_end, run_trace
+from deep_offload.model.trace import Expectation, attributed_share, run_trace
 from deep_offload.plan.draw import chrome_trace, read_trace
 from deep_offload.plan.ops import Lane, Op, OpKind
 from deep_offload.plan.timeline import Span, Timeline
@@ -24,7 +24,7 @@ def test_predicted_lanes_stand_beside_measured():
     norms = {
         name: [s.end for s in timeline.spans if s.op.kind is OpKind.NORM_READY] for name, timeline in lanes.items()
     }
-    assert norms["measured"] == [norm_end(step) for step in steps]
+    assert norms["measured"] == [step.norm_end for step in steps]
     assert norms["predicted"] == pytest.approx(norms["measured"])
     assert list(read_trace(run_trace(steps, None))) == ["measured"]
 
