@@ -34,24 +34,44 @@ class EntryHasher:
     """Hashes tensors on a few threads (hashing releases the GIL) while the caller collects the next ones."""
 
     MAX_THREADS = 8
+    MAX_BYTES = 4 << 30
+    """Of copies that wait to be hashed, unless a single tensor is larger."""
 
     def __init__(self) -> None:
         self._threads = min(self.MAX_THREADS, len(os.sched_getaffinity(0)))
         self._pool = ThreadPoolExecutor(self._threads)
-        self._running: deque[Future[DigestEntry]] = deque()
+        self._running: deque[tuple[Future[DigestEntry], int]] = deque()
+        self._num_bytes = 0
         self._entries: list[DigestEntry] = []
 
     def add(self, name: str, kind: str, tensor: torch.Tensor) -> None:
-        """Take a tensor that nobody changes any more; blocks while as many tensors wait as there are threads."""
-        if len(self._running) >= self._threads:
-            self._entries.append(self._running.popleft().result())
-        self._running.append(self._pool.submit(digest_entry, name, kind, tensor.detach().cpu()))
+        """Take a tensor that nobody changes any more; blocks while enough others wait to be hashed."""
+        while self._running and (
+            len(self._running) >= self._threads or self._num_bytes + tensor.nbytes > self.MAX_BYTES
+        ):
+            self._take_first()
+        self._running.append((self._pool.submit(digest_entry, name, kind, _on_host(tensor)), tensor.nbytes))
+        self._num_bytes += tensor.nbytes
 
     def finish(self) -> list[DigestEntry]:
         """All entries so far; ends the threads."""
-        self._entries += [future.result() for future in self._running]
+        while self._running:
+            self._take_first()
         self._pool.shutdown()
         return self._entries
+
+    def _take_first(self) -> None:
+        future, num_bytes = self._running.popleft()
+        self._entries.append(future.result())
+        self._num_bytes -= num_bytes
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in host memory. Torch hands pinned pages out again; fresh pageable ones cost ten times the copy."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def combine(entries: Iterable[DigestEntry], step: int) -> str:

@@ -245,11 +245,17 @@ class OffloadEngine:
         return self._device_state.num_bytes
 
     def read_state(
-        self, i: int, start: int = 0, end: int | None = None, names: Sequence[str] = STATE_NAMES
+        self,
+        i: int,
+        start: int = 0,
+        end: int | None = None,
+        names: Sequence[str] = STATE_NAMES,
+        merge_on: torch.device | None = None,
     ) -> dict[str, torch.Tensor]:
         """fp32 master, exp_avg and exp_avg_sq of elements [start, end) of subgroup i. Call `synchronize` first.
 
-        Tensors may be views of the engine's own: read them before the next update and do not write.
+        Tensors may be views of the engine's own: read them before the next update and do not write. merge_on: where a
+        split master is put together, which takes memory there; default: where its lower half lies.
         """
         piece = slice(start, self.layout.subgroups[i].numel if end is None else end)
         arrays = self._home(i)
@@ -261,6 +267,7 @@ class OffloadEngine:
                 state[MASTER] = arrays[MASTER][piece]
             case MasterStorage.SPLIT:
                 low = arrays[MASTER][piece]
+                low = low if merge_on is None else low.to(merge_on)
                 state[MASTER] = reference.merge_master(self._buffers.weights[i][piece].to(low.device), low)
             case MasterStorage.WEIGHT:
                 state[MASTER] = self._buffers.weights[i][piece]

@@ -402,7 +402,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         for s, low, high, at in self._ranges(number):
             source = self._buffers.shards[s.shard].shard.param[low:high]
             if name is not None:
-                source = self._engine.read_state(s.index, low - s.start, high - s.start, (name,))[name]
+                source = self._engine.read_state(s.index, low - s.start, high - s.start, (name,), self._device)[name]
             flat[at : at + high - low].copy_(source)
         group = self._buffers.shards[0].group
         if group.size() > 1:  # pieces are disjoint, the rest is zero: a sum of bytes keeps every bit
