@@ -144,7 +144,7 @@ def _add_offload_flags(parser: argparse.ArgumentParser) -> None:
     add("--offload-stride", type=_auto(int, "none"), default="auto")
     add("--offload-resident-fraction", type=_auto(float), default="auto")
     add("--offload-subgroup-numel", type=_auto(int), default="auto")
-    add("--offload-num-slots", type=int, default=4)
+    add("--offload-num-slots", type=_auto(int), default="auto")
     add("--offload-grad-wire", default="auto")
     add("--offload-split-master", default="auto")
     add("--offload-device-budget-gib", type=float)

@@ -31,8 +31,9 @@ class OffloadConfig:
     offload_subgroup_numel: int | Literal["auto"] = "auto"
     """Target elements in one subgroup, the unit of scheduling. auto: 2**26, less for small shards."""
 
-    offload_num_slots: int = 4
-    """GPU staging slots; each holds one subgroup's state while it is updated there."""
+    offload_num_slots: int | Literal["auto"] = "auto"
+    """GPU staging slots; each holds one subgroup's state while it is updated there. auto: 4, or 8 where nothing may
+    stay on the GPU (`--offload-resident-fraction 0`), they fit, and they shorten the iteration."""
 
     offload_cpu_threads: int | Literal["auto"] = "auto"
     """OpenMP threads of the CPU update of this rank. auto: the rank's share of cores, less one."""
@@ -84,7 +85,8 @@ class OffloadConfig:
             )
         if self.offload_subgroup_numel != "auto":
             _check_positive_int("--offload-subgroup-numel", self.offload_subgroup_numel, "auto")
-        _check_positive_int("--offload-num-slots", self.offload_num_slots, None)
+        if self.offload_num_slots != "auto":
+            _check_positive_int("--offload-num-slots", self.offload_num_slots, "auto")
         _check_positive_int("--offload-trace-steps", self.offload_trace_steps, None)
         if self.offload_verify_interval < 0:
             raise ValueError(

@@ -28,6 +28,17 @@ from deep_offload.plan.timeline import Timeline
 _SIMULATE_ALL = 16
 """Up to so many offloaded subgroups every share is simulated; beyond, a grid and the neighbors of its best."""
 
+FEW_SLOTS, MANY_SLOTS = 4, 8
+"""Staging slots of `auto`. Four keep both directions of the link and the GPU busy; each one beyond them moves a
+prefetch and a flush out of the update, into compute."""
+
+_MANY_SLOTS_GAIN = 0.02
+"""Part of the iteration that the larger number must save: less is within what predictions are wrong by."""
+
+_UNASKED_SHARE = 0.25
+"""Part of the free device memory that the larger number may take where no budget was given: activations of the first
+step are still to come."""
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -36,7 +47,8 @@ class Choice:
     stride: the forced stride, else the one nearest to the share; None: nothing is streamed. wire, split_master: see
     `StateFormat`. predicted_update_seconds: from the gradient norm until all parameters are in place.
     predicted_iteration_seconds: from norm to norm in the steady state, with the compute that was given or assumed.
-    binding_lane: cpu, gpu, h2d, d2h or dram, `none` where nothing is updated. why: one sentence.
+    num_slots: staging slots in use. binding_lane: cpu, gpu, h2d, d2h or dram, `none` where nothing is updated. why: one
+    sentence.
     """
 
     placement: Placement
@@ -63,11 +75,19 @@ class Choice:
 class Limits:
     """Bytes that one rank's state may take; None: unknown, not checked.
 
-    device_bytes: for residents, slots and upcast buffers. host_bytes: for the pinned arena.
+    device_bytes: for residents, slots and upcast buffers. spare_device_bytes: the same, with more slots than are
+    needed. host_bytes: for the pinned arena.
     """
 
     device_bytes: int | None = None
     host_bytes: int | None = None
+    spare_device_bytes: int | None = None
+
+    def hold(self, host: int, device: int, *, is_spare: bool) -> bool:
+        """Whether state of so many bytes fits; is_spare: with more slots than are needed."""
+        within = [(host, self.host_bytes), (device, self.device_bytes)]
+        within += [(device, self.spare_device_bytes)] if is_spare else []
+        return all(limit is None or size <= limit for size, limit in within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +106,7 @@ def choose_placement(
     profile: HardwareProfile,
     *,
     device_budget_bytes: int | None = None,
+    spare_device_bytes: int | None = None,
     host_limit_bytes: int | None = None,
     can_split: bool = False,
     num_ranks: int = 1,
@@ -93,13 +114,17 @@ def choose_placement(
 ) -> Choice:
     """Choose wire, storage, residents and GPU share for one rank; settings that are not `auto` are kept.
 
-    Of the placements that fit, the one with the shortest predicted iteration. can_split: 16-bit parameters are bf16,
-    so that their master may be split. num_ranks: ranks of this host at work. compute: what surrounds the update; None:
-    unknown, then no forward pass and a backward pass just as long as all gradients' way to the host.
+    Of the placements that fit, the one with the shortest predicted iteration. spare_device_bytes: what all else leaves
+    of the device, which more slots than are needed must respect; None: unknown, then a part of the budget.
+    can_split: 16-bit parameters are bf16, so that their master may be split. num_ranks: ranks of this host at work.
+    compute: what surrounds the update; None: unknown, then no forward pass and a backward pass just as long as all
+    gradients' way to the host.
     Raises ValueError, one sentence with numbers and the flag to change, when the settings contradict the types or
     the state does not fit.
     """
-    limits = Limits(device_budget_bytes, host_limit_bytes)
+    if spare_device_bytes is None and config.offload_device_budget_gib is None and device_budget_bytes is not None:
+        spare_device_bytes = int(_UNASKED_SHARE * device_budget_bytes)
+    limits = Limits(device_budget_bytes, host_limit_bytes, spare_device_bytes)
     search = _Search(layout, config, profile, limits, num_ranks, compute)
     state = StateFormat(_choose_split(layout, config, can_split), "fp32")
     if config.interleaved_offload:
@@ -148,7 +173,13 @@ class _Search:
     limits: Limits
     num_ranks: int
     compute: Compute | None
-    played: dict[tuple[Placement, StateFormat], Simulation] = field(default_factory=dict)
+    played: dict[tuple[Placement, StateFormat, int], Simulation] = field(default_factory=dict)
+
+    @property
+    def _num_slots(self) -> int:
+        """As given, else the number that `auto` starts from."""
+        given = self.config.offload_num_slots
+        return FEW_SLOTS if given == "auto" else given
 
     def all_resident(self, state: StateFormat) -> Choice:
         placement = (Place.RESIDENT,) * len(self.layout.subgroups)
@@ -158,31 +189,60 @@ class _Search:
                 f"optimizer state needs {format_bytes(device.total)} of GPU memory and "
                 f"{format_bytes(self.limits.device_bytes)} are left for it: add --interleaved-offload"
             )
-        return self._choice(placement, state, None, "no offload: all state stays on the GPU")
+        return self._choice(placement, state, self._num_slots, "no offload: all state stays on the GPU")
 
     def best(self, state: StateFormat) -> Choice:
         residents, why_residents = self._residents(state)
         num = len(self.layout.subgroups)
-        fraction = residents / num if num else 0.0
-        forced, why = self._forced(num, fraction)
+        forced, why = self._forced(num, residents / num if num else 0.0)
         if forced is not None:
             self._check_fits(forced, state)
-            stride = self.config.offload_stride
-            return self._choice(forced, state, stride if isinstance(stride, int) else None, why + why_residents)
-        candidates, why = self._candidates(num - residents, state)
+            near = [forced]
+        else:
+            near, why = self._best_of_shares(residents, state)
+        placement, num_slots, why_slots = self._with_slots(near, state)
+        return self._choice(placement, state, num_slots, why + why_slots + why_residents)
+
+    def _best_of_shares(self, residents: int, state: StateFormat) -> tuple[list[Placement], str]:
+        """The best placement with this many residents, and those around it that fit."""
+        offloaded = len(self.layout.subgroups) - residents
+        candidates, why = self._candidates(offloaded, state)
         fitting = {j: p for j in candidates if self._fits(p := self._placement(j, residents), state)}
         if not fitting:
             nearest = min((self._placement(j, residents) for j in candidates), key=lambda p: self._host_total(p, state))
             self._check_fits(nearest, state)
         seconds = {j: self._cost(p, state) for j, p in fitting.items()}
         best = min(seconds, key=lambda j: (seconds[j], j))
-        for j in self._neighbors(best, candidates, num - residents):
+        for j in self._neighbors(best, candidates, offloaded):
             placement = self._placement(j, residents)
             if self._fits(placement, state):
                 seconds[j], fitting[j] = self._cost(placement, state), placement
         best = min(seconds, key=lambda j: (seconds[j], j))
         why += f"; the simulator's best of {len(seconds)} shares" if len(seconds) > 1 else ""
-        return self._choice(fitting[best], state, None, why + why_residents)
+        around = [self._placement(j, residents) for j in self._neighbors(best, [best], offloaded)]
+        return [fitting[best], *around], why
+
+    def _with_slots(self, near: list[Placement], state: StateFormat) -> tuple[Placement, int, str]:
+        """The best placement, which is first of `near`, or one of them with more slots; with the reason.
+
+        More slots are tried only where residents are not wanted: a resident subgroup takes the bytes of a slot, and
+        saves its copies instead of moving them out of the update.
+        """
+        best = near[0]
+        if self.config.offload_num_slots != "auto" or self.config.offload_resident_fraction != 0:
+            return best, self._num_slots, ""
+        larger = [p for p in near if p.count(Place.GPU) > FEW_SLOTS]
+        if not larger:
+            return best, FEW_SLOTS, ""
+        fitting = [p for p in larger if self._fits(p, state, MANY_SLOTS)]
+        if not fitting:
+            return best, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} do not fit"
+        found = min(fitting, key=lambda p: self._cost(p, state, MANY_SLOTS))
+        gain = 1 - self._cost(found, state, MANY_SLOTS) / self._cost(best, state)
+        if gain < _MANY_SLOTS_GAIN:
+            return best, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} would gain less than 2 %"
+        used = min(MANY_SLOTS, found.count(Place.GPU))
+        return found, MANY_SLOTS, f"; {used} slots instead of {FEW_SLOTS} shorten the iteration by {100 * gain:.0f} %"
 
     def _residents(self, state: StateFormat) -> tuple[int, str]:
         """Number of subgroups that stay on the GPU, and the reason."""
@@ -198,7 +258,7 @@ class _Search:
             return len(subgroups), f"; all state fits in the device budget of {format_bytes(budget)}"
         everyone = (Place.GPU,) + (Place.CPU,) * (len(subgroups) - 1)
         upcast = device_state_bytes(self.layout, everyone, state, 0).upcast
-        left = budget - upcast - self.config.offload_num_slots * slot_bytes(subgroups, state)
+        left = budget - upcast - self._num_slots * slot_bytes(subgroups, state)
         count = 0
         while count < len(sizes) and sizes[count] <= left:
             left -= sizes[count]
@@ -232,7 +292,7 @@ class _Search:
     def _slots_fit(self, state: StateFormat) -> bool:
         """False where streaming is not forced and no slots fit. A given subgroup size that is too large is an error."""
         budget = self.limits.device_bytes
-        need = self.config.offload_num_slots * slot_bytes(self.layout.subgroups, state)
+        need = self._num_slots * slot_bytes(self.layout.subgroups, state)
         if budget is None or need <= budget:
             return True
         if self.config.offload_subgroup_numel != "auto":
@@ -242,7 +302,7 @@ class _Search:
     def _slot_message(self, need: int, budget: int) -> str:
         largest = self.layout.max_subgroup_numel
         return (
-            f"{self.config.offload_num_slots} staging slots for subgroups of {largest} elements need "
+            f"{self._num_slots} staging slots for subgroups of {largest} elements need "
             f"{format_bytes(need)}, but the device budget is {format_bytes(budget)}: lower --offload-subgroup-numel or "
             "--offload-num-slots, or raise --offload-device-budget-gib"
         )
@@ -259,13 +319,13 @@ class _Search:
         offloaded = num - residents
         return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
 
-    def _simulate(self, placement: Placement, state: StateFormat) -> Simulation:
+    def _simulate(self, placement: Placement, state: StateFormat, num_slots: int) -> Simulation:
         """The second of two iterations, in which flushes of the first and gradients meet."""
-        known = self.played.get((placement, state))
+        known = self.played.get((placement, state, num_slots))
         if known is not None:
             return known
         seconds = op_seconds(self.layout, state, self.profile)
-        plan = build_plan(self.layout, placement, max(1, self.config.offload_num_slots), seconds)
+        plan = build_plan(self.layout, placement, num_slots, seconds)
         gradients = sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
         compute = self.compute or Compute(0.0, gradients)
         played = simulate(
@@ -279,26 +339,22 @@ class _Search:
             num_iterations=2,
             num_ranks=self.num_ranks,
         )
-        self.played[placement, state] = played
+        self.played[placement, state, num_slots] = played
         return played
 
-    def _cost(self, placement: Placement, state: StateFormat) -> float:
-        return self._simulate(placement, state).iteration_seconds
-
-    def _device(self, placement: Placement, state: StateFormat) -> DeviceBytes:
-        return device_state_bytes(self.layout, placement, state, self.config.offload_num_slots)
+    def _cost(self, placement: Placement, state: StateFormat, num_slots: int | None = None) -> float:
+        return self._simulate(placement, state, num_slots or self._num_slots).iteration_seconds
 
     def _host_total(self, placement: Placement, state: StateFormat) -> int:
         return host_state_bytes(self.layout, placement, state).total
 
-    def _fits(self, placement: Placement, state: StateFormat) -> bool:
-        limits = self.limits
-        return (limits.host_bytes is None or self._host_total(placement, state) <= limits.host_bytes) and (
-            limits.device_bytes is None or self._device(placement, state).total <= limits.device_bytes
-        )
+    def _fits(self, placement: Placement, state: StateFormat, num_slots: int | None = None) -> bool:
+        num_slots = num_slots or self._num_slots
+        device = device_state_bytes(self.layout, placement, state, num_slots).total
+        return self.limits.hold(self._host_total(placement, state), device, is_spare=num_slots > self._num_slots)
 
     def _check_fits(self, placement: Placement, state: StateFormat) -> None:
-        device = self._device(placement, state)
+        device = device_state_bytes(self.layout, placement, state, self._num_slots)
         budget = self.limits.device_bytes
         if budget is not None and device.slots > budget:
             raise ValueError(self._slot_message(device.slots, budget))
@@ -317,28 +373,29 @@ class _Search:
                 "raise --offload-host-budget-gib, or use more data-parallel ranks"
             )
 
-    def _choice(self, placement: Placement, state: StateFormat, stride: int | None, why: str) -> Choice:
+    def _choice(self, placement: Placement, state: StateFormat, num_slots: int, why: str) -> Choice:
         share = gpu_share_of(placement)
         num_streamed = sum(place is Place.GPU for place in placement)
-        played = self._simulate(placement, state)
+        played = self._simulate(placement, state, num_slots)
         timeline = played.timeline
         lanes = _lane_shares(timeline, self.layout, state, self.profile.rank_dram_bytes_per_s(self.num_ranks))
         lane = max(lanes, key=lambda name: lanes[name]) if timeline.update_seconds > 0 else "none"
+        stride = self.config.offload_stride
         num_residents = sum(place is Place.RESIDENT for place in placement)
         return Choice(
             placement=placement,
             gpu_share=share,
-            stride=stride if stride is not None else nearest_stride(share),
+            stride=stride if isinstance(stride, int) else nearest_stride(share),
             resident_fraction=num_residents / len(placement) if placement else 0.0,
             wire=state.wire,
             split_master=state.split_master,
-            num_slots=min(self.config.offload_num_slots, num_streamed),
+            num_slots=min(num_slots, num_streamed),
             predicted_update_seconds=timeline.in_place_seconds,
             predicted_iteration_seconds=played.iteration_seconds,
             binding_lane=lane,
             lane_shares=lanes,
             host_bytes=host_state_bytes(self.layout, placement, state),
-            device_bytes=self._device(placement, state),
+            device_bytes=device_state_bytes(self.layout, placement, state, num_slots),
             why=why,
         )
 

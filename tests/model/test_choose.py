@@ -41,7 +41,8 @@ def choose(layout: ShardLayout, profile=H200, device=None, host=None, can_split=
 @pytest.mark.parametrize("resident", [0.0, 0.5, 1.0])
 def test_forced_shares_and_residents(share, resident):
     """A given share and resident fraction are placed exactly as the placement functions do."""
-    choice = choose(layout_of(), offload_gpu_share=share, offload_resident_fraction=resident)
+    options = dict(offload_gpu_share=share, offload_resident_fraction=resident, offload_num_slots=4)
+    choice = choose(layout_of(), **options)
     assert choice.placement == place_by_share(12, share, resident)
     assert choice.resident_fraction == resident and choice.num_slots == min(4, choice.placement.count(Place.GPU))
 
