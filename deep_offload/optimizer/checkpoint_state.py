@@ -75,7 +75,7 @@ class ParamState:
         high = low + end - start
         if kind == WEIGHT:
             return self._engine.read_weight(where.subgroup, low, high)
-        return self._engine.read_state(where.subgroup, low, high)[kind]
+        return self._engine.read_state(where.subgroup, low, high, (kind,))[kind]
 
     def write(self, where: OwnRange, kind: str, start: int, values: torch.Tensor) -> None:
         """Overwrite from element `start` of the flat parameter; a master, or a weight, also sets the other of the

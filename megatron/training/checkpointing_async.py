@@ -48,7 +48,7 @@ class AsyncSave:
         self.iteration = iteration
         self.is_copied = copy
         self._root, self._common, self._retention, self._device = root, common, retention, device
-        self._written: WrittenFile | None = None
+        self._written: list[WrittenFile] = []
         self._fault: Exception | None = None
         _, self._error = together(lambda: layout.begin(root, iteration) if dist.get_rank() == 0 else None)
         if copy:
@@ -78,10 +78,11 @@ class AsyncSave:
         if not is_done.item():
             self.pause += time.monotonic() - started
             return None
-        files: list[Any] = []
+        written: list[list[WrittenFile] | None] = []
         error = self._error
         if error is None:
-            files, error = together(self._result)
+            written, error = together(self._result)
+        files = [file for own in written for file in own or ()]
         if error is None:
             keep = self._retention
             error = complete(
@@ -90,10 +91,10 @@ class AsyncSave:
         if error is not None and dist.get_rank() == 0:
             layout.discard(self._root, self.iteration)
         self.pause += time.monotonic() - started
-        num_bytes = sum(file.num_bytes for file in files if file is not None)
+        num_bytes = sum(file.num_bytes for file in files)
         return SaveResult(self.iteration, num_bytes, self.pause, error)
 
-    def _result(self) -> WrittenFile | None:
+    def _result(self) -> list[WrittenFile]:
         if self._fault is not None:
             raise self._fault
         return self._written

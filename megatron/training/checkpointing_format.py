@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ CONFIG_TEXT = json.dumps(
         "common_backend_version": 1,
     }
 )
+
+_SMALL_BYTES = 1 << 20
+"""Writes below are hashed at once: handing them over costs more."""
+
+_SYNC_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +115,58 @@ class BoxWriter:
 
 
 class _HashedFile:
-    """A file for `torch.save` that hashes what goes through it."""
+    """A file for `torch.save` that hashes what goes through it, while it writes, and lets the disk begin early."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=1 << 20)
         self._digest = hashlib.sha256()
+        self._helpers = ThreadPoolExecutor(2, thread_name_prefix="checkpoint-hash")
+        self._synced: Future[None] | None = None
+        self._unsynced = 0
         self.position = 0
 
     def write(self, data: Any) -> int:
-        """Append bytes; returns how many."""
+        """Append bytes; returns how many. `data` is not touched afterwards."""
         view = memoryview(data).cast("B")
-        self._digest.update(view)
-        self._file.write(view)
+        if len(view) < _SMALL_BYTES:
+            self._digest.update(view)
+            self._file.write(view)
+        else:
+            hashed = self._helpers.submit(self._digest.update, view)
+            try:
+                self._file.write(view)
+            finally:
+                hashed.result()
         self.position += len(view)
+        self._unsynced += len(view)
+        if self._unsynced >= _SYNC_BYTES and (self._synced is None or self._synced.done()):
+            self._start_sync()
         return len(view)
+
+    def _start_sync(self) -> None:
+        """Without it the system begins to write when a tenth of its memory is full, and `finish` waits for the rest."""
+        self._raise_sync_error()
+        self._file.flush()
+        self._unsynced = 0
+        self._synced = self._helpers.submit(os.fdatasync, self._file.fileno())
+
+    def _raise_sync_error(self) -> None:
+        """The system tells an error of the disk only once."""
+        if self._synced is not None:
+            self._synced.result()
 
     def flush(self) -> None:
         """torch.save calls it; `finish` is what counts."""
 
     def finish(self) -> tuple[int, str]:
+        self._raise_sync_error()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
+        self.close()
         return self.position, self._digest.hexdigest()
 
     def close(self) -> None:
+        self._helpers.shutdown()  # a sync uses the descriptor
         # After an error the buffer cannot be flushed either: the first error is the one to report.
         try:
             self._file.close()

@@ -7,6 +7,7 @@ The layout, the placement and the storage of the run that saved do not matter: f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from deep_offload.optimizer.checkpoint_state import (
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import CheckpointReader, check_shapes, flat_values
 from megatron.training.checkpointing_safety import load_checked, read_checksums, verify_file
-from megatron.training.checkpointing_save import OUR_FORMAT, OUR_KEY, together
+from megatron.training.checkpointing_save import NUM_FILES, OUR_FORMAT, OUR_KEY, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,12 @@ def verify(folder: Path) -> bool:
         if sums is None:
             _check_sizes(folder)
             return False
-        for name in sorted(sums)[rank::size]:
-            wrong = verify_file(folder, name, sums[name])
-            if wrong is not None:
-                raise ValueError(wrong)
+        mine = sorted(sums)[rank::size]
+        with ThreadPoolExecutor(NUM_FILES) as threads:
+            found = list(threads.map(lambda name: verify_file(folder, name, sums[name]), mine))
+        wrong = next(filter(None, found), None)
+        if wrong is not None:
+            raise ValueError(wrong)
         return True
 
     return bool(agree(look))

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from megatron.core.safe_globals import register_safe_globals
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.training.checkpointing_layout import CHECKSUMS
+
+# torch's own list for weights_only; other parts of megatron-core add to it as well, but only once they are imported.
+register_safe_globals()
 
 _TORCH_NAMES = {
     name

@@ -86,7 +86,7 @@ def test_a_damaged_file_is_refused_by_its_name(pool, tmp_path, damage):
     folder = tmp_path / "save" / "iter_0000001"
     assert pool.run(_verify, str(folder), ranks=2) == [True, True]
     names = sorted(p.name for p in folder.iterdir() if p.name != layout.CHECKSUMS)
-    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"]
+    assert names == [".metadata", *(f"__{r}_{i}.distcp" for r in (0, 1) for i in (0, 1)), "common.pt", "metadata.json"]
     for name in names:
         good = (folder / name).read_bytes()
         if damage == "flip":
