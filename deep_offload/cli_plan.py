@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.dry_run import Forecast, dry_run_report, forecast, ranks_per_host
+from deep_offload.model.choose import FEW_SLOTS, MANY_SLOTS
+from deep_offload.model.dry_run import Forecast, dry_run_report, forecast
 from deep_offload.model.gpt import GPTShape, ParallelShape, named_shape, padded_to
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import format_bytes
@@ -23,6 +24,7 @@ from deep_offload.model.planning import (
     token_budget,
 )
 from deep_offload.model.run import RecomputeShape, RunShape
+from deep_offload.plan.ops import Place
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
@@ -150,8 +152,9 @@ def answer(request: Request) -> tuple[list[str], bool]:
         ]
     if not report.fits:
         return lines + _what_would_fit(run, request), False
-    lines += _costs(forecast(run, request.config, request.profile), request.tokens)
-    return lines + ["", "to train it:", command(run, request.config, request.profile)], True
+    result = forecast(run, request.config, request.profile)
+    lines += _costs(result, request.tokens)
+    return lines + ["", "to train it:", command(result, request.config)], True
 
 
 def layout_of(request: Request) -> RunShape | None:
@@ -177,7 +180,8 @@ def _answer_largest(request: Request) -> tuple[list[str], bool]:
     if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
         config = replace(config, offload_gpu_share=1.0)
     report = dry_run_report(run, config, request.profile)
-    return [head, *report.lines, "", "to train it:", command(run, config, request.profile)], report.fits
+    to_train = command(forecast(run, config, request.profile), config)
+    return [head, *report.lines, "", "to train it:", to_train], report.fits
 
 
 def _what_would_fit(run: RunShape, request: Request) -> list[str]:
@@ -243,10 +247,11 @@ def _costs(result: Forecast, tokens: float | None) -> list[str]:
     return lines
 
 
-def command(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> str:
+def command(result: Forecast, config: OffloadConfig) -> str:
     """A command that starts the run (on each host), but for data and learning rate."""
+    run = result.run
     shape, parallel = run.model, run.parallel
-    per_host = ranks_per_host(run, profile)
+    per_host = result.ranks_per_host
     nodes = -(-parallel.world_size // per_host)
     launcher = f"torchrun --nproc-per-node {per_host}" + (f" --nnodes {nodes}" if nodes > 1 else "")
     words = [
@@ -269,8 +274,22 @@ def command(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> s
         words.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
     elif run.recompute.granularity == "selective":
         words.append("--recompute-granularity selective")
-    words.append(" ".join(["--interleaved-offload", *_changed_flags(config)]))
+    words.append(" ".join(["--interleaved-offload", *_changed_flags(_with_chosen_slots(config, result))]))
     return " \\\n  ".join(words)
+
+
+def _with_chosen_slots(config: OffloadConfig, result: Forecast) -> OffloadConfig:
+    """Where the number of slots was open, the chosen one, for all stages the smallest.
+
+    Training would choose anew and knows less: neither its activations nor its compute before the first step.
+    """
+    if config.offload_num_slots != "auto" or config.offload_resident_fraction != 0:
+        return config
+    choices = [stage.choice for stage in result.stages]
+    chosen = [choice.num_slots for choice in choices if choice.placement.count(Place.GPU) > FEW_SLOTS]
+    if not chosen:
+        return config
+    return replace(config, offload_num_slots=MANY_SLOTS if min(chosen) > FEW_SLOTS else FEW_SLOTS)
 
 
 def _changed_flags(config: OffloadConfig) -> list[str]:

@@ -119,16 +119,18 @@ def _play(result: Forecast, stage: StageForecast) -> Simulation:
 
 
 def _share_table(result: Forecast, config: OffloadConfig) -> list[str]:
-    rows = [("GPU share", "update", "iteration", "bound by")]
+    rows = [("GPU share", "slots", "update", "iteration", "bound by")]
     for share in SHARES:
         changed = replace(config, offload_gpu_share=share, offload_stride="auto")
         try:
             slowest = forecast(result.run, changed, result.profile).slowest
         except ValueError:
-            rows.append((f"{share:g}", "-", "-", "does not fit"))
+            rows.append((f"{share:g}", "-", "-", "-", "does not fit"))
             continue
-        update = f"{1e3 * slowest.choice.predicted_update_seconds:.0f} ms"
-        rows.append((f"{share:g}", update, f"{1e3 * slowest.iteration_seconds:.0f} ms", slowest.choice.binding_lane))
+        choice = slowest.choice
+        update = f"{1e3 * choice.predicted_update_seconds:.0f} ms"
+        iteration = f"{1e3 * slowest.iteration_seconds:.0f} ms"
+        rows.append((f"{share:g}", str(choice.num_slots), update, iteration, choice.binding_lane))
     return table(rows)
 
 

@@ -84,6 +84,27 @@ def test_plan_of_given_sizes(capsys):
     assert "--offload-gpu-share 0.25 --offload-num-slots 2" in out and "--grad-reduce-in-bf16" not in out
 
 
+def test_the_printed_command_repeats_the_choice(capsys):
+    """Where nothing may stay on the GPU the command gives the number of slots: training knows less when it chooses."""
+    words = ("plan", "--model", "8b", "--profile", "h200", "--no-alternatives", "--offload-resident-fraction", "0")
+
+    def plan(*flags: str) -> tuple[str, list[str]]:
+        code, out, _ = run(capsys, *words, *flags)
+        assert code == 0
+        placed = next(line for line in out.splitlines() if " subgroups of at most" in line)
+        return placed, out.split("--interleaved-offload ")[1].split()
+
+    placed, flags = plan()
+    assert flags == ["--offload-resident-fraction", "0.0", "--offload-num-slots", "8"]
+    assert "8 slots (" in placed and "8 slots instead of 4 shorten the iteration by" in placed
+    again, same = plan(*flags)
+    assert same == flags and again.split(" (the closed")[0] == placed.split(" (the closed")[0]
+    placed, flags = plan("--global-batch-size", "64")
+    assert "4 slots, as 8 would gain less than 2 %" in placed and flags[-2:] == ["--offload-num-slots", "4"]
+    placed, flags = plan("--offload-gpu-share", "0")
+    assert "--offload-num-slots" not in flags and "0 slots (" in placed
+
+
 NONSENSE = [
     (("plan", "--model", "7x"), "model '7x' is unknown, known are 7b"),
     (("plan", "--model", "7b", "--gpus", "0"), "--gpus is '0', allowed are auto and whole numbers from 1"),
@@ -94,6 +115,8 @@ NONSENSE = [
     (("plan", "--modle", "7b"), "--modle is unknown, did you mean --model?"),
     (("plan", "--model", "7b", "--offload-gpu-share", "1.5"), "--offload-gpu-share is 1.5, allowed are auto and numb"),
     (("plan", "--model", "7b", "--offload-gpu-share", "much"), "--offload-gpu-share"),
+    (("plan", "--model", "7b", "--offload-num-slots", "0"), "--offload-num-slots is 0, allowed are auto and whole"),
+    (("plan", "--model", "7b", "--offload-num-slots", "few"), "--offload-num-slots: invalid int or auto value: 'few'"),
     (("plan", "--model", "7b", "--profile", "nowhere.json"), "'nowhere.json' cannot be read"),
     (("plan", "--model", "7b", "--tokens", "-5"), "--tokens is -5.0"),
     (("plan", "--model", "7b", "--seq-length", "0"), "--seq-length is 0"),

@@ -148,6 +148,8 @@ CONTRADICTIONS = [
     ("--num-layers-per-virtual-pipeline-stage 1", "virtual stages and an uneven split need"),
     ("--offload-gpu-share 0.5", "--offload-gpu-share has a meaning only with --interleaved-offload"),
     ("--offload-num-slots 2", "--offload-num-slots has a meaning only with --interleaved-offload"),
+    (f"{OFFLOAD} --offload-num-slots 0", "--offload-num-slots is 0, allowed are auto and whole numbers from 1"),
+    (f"{OFFLOAD} --offload-num-slots few", "--offload-num-slots is 'few', allowed are auto, whole numbers from 0"),
     (f"{OFFLOAD} --offload-gpu-share 1.5", "--offload-gpu-share is 1.5, allowed are auto and numbers from 0 to 1"),
     (
         f"{OFFLOAD} --offload-stride 2 --offload-gpu-share 0.5",
