@@ -1,4 +1,4 @@
-"""Runs of one benchmark part: each a process, its figures one JSON line, done once.
+"""Runs of one benchmark part: a process for each peer, one for all of ours; figures one JSON line a run, done once.
 
 A part is a list of runs in a fixed order. A run that is in the results file and did not fail is not repeated, so a part
 that was cut short goes on where it stopped. Lines name the machine's boot: only runs of one boot are compared.
@@ -15,6 +15,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,42 @@ class Run:
         return [sys.executable, "pretrain_gpt.py", *shlex.split(text), "--run-dir", str(folder), *cpu]
 
 
+class Worker:
+    """The process of `benchmarks.worker`, started when it is needed, anew after a run that failed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def train(self, arguments: Sequence[str], log: Path, limit_s: float) -> int:
+        """Train, output appended to `log`; returns 0, or the process's exit code."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        killer = threading.Timer(limit_s, os.killpg, [process.pid, signal.SIGKILL])
+        killer.start()
+        process.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        killer.cancel()
+        if answer:
+            return 0
+        self._process = None
+        return process.wait() or -1
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.communicate()
+            self._process = None
+
+
 @dataclass(frozen=True, slots=True)
 class Session:
     """Where results go, how long this call may take, and which runs it is for.
@@ -80,6 +117,7 @@ class Session:
     deadline: float
     only: tuple[str, ...] = ()
     use_cpu: bool = False
+    worker: Worker = field(default_factory=lambda: Worker())
 
     @property
     def results(self) -> Path:
@@ -108,6 +146,7 @@ def run_parts(
         mine = read_records(session.results, name) if options.report else run_part(name, runs, session)
         print("\n".join(report(name, mine)), flush=True)
         records += mine
+    session.worker.close()
     return 1 if any("failed" in record for record in records) else 0
 
 
@@ -160,7 +199,12 @@ def execute(part: str, position: int, run: Run, session: Session) -> Record:
     (folder / "run.jsonl").unlink(missing_ok=True)
     command, log = run.command(folder, session.use_cpu), folder / "log.txt"
     begin = time.monotonic()
-    code = _call(command, log, {**os.environ, **run.environment}, max(30.0, session.deadline + 30.0 - begin))
+    limit_s = max(30.0, session.deadline + 30.0 - begin)
+    log.write_text(shlex.join(command) + "\n")
+    if run.ours and not run.environment:
+        code = session.worker.train(command[2:], log, limit_s)
+    else:
+        code = _call(command, log, {**os.environ, **run.environment}, limit_s)
     record: Record = {
         "name": run.name,
         "shape": run.shape,
@@ -175,15 +219,15 @@ def execute(part: str, position: int, run: Run, session: Session) -> Record:
     try:
         if not run.ours:
             return {**record, **read_peer(text)}
-        return {**record, **read_ours(folder, text), **read_plan(command)}
+        known = [r for r in read_records(session.results) if r["name"] == run.name and "failed" not in r]
+        plan = {key: known[-1][key] for key in PLANNED if key in known[-1]} if known else read_plan(command)
+        return {**record, **read_ours(folder, text), **plan}
     except (LookupError, ValueError) as error:
         return {**record, "failed": f"its output was not understood: {error!r}"}
 
 
 def _call(command: list[str], log: Path, environment: dict[str, str], limit_s: float) -> int:
-    with log.open("w") as out:
-        out.write(shlex.join(command) + "\n")
-        out.flush()
+    with log.open("a") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -236,6 +280,10 @@ def read_ours(folder: Path, text: str) -> Record:
         record["busy"] = {lane: round(share, 3) for lane, share in updates[-1]["busy"].items()}
     digests = re.findall(r"state digest: (\S+)", text)
     return record if not digests else {**record, "digest": digests[-1]}
+
+
+PLANNED = ("predicted_gpu_gib", "predicted_host_gib", "predicted_iteration_ms")
+"""What `read_plan` finds; it needs a process, so once for each name."""
 
 
 def read_plan(command: Sequence[str]) -> Record:

@@ -10,8 +10,6 @@ code 1 where less than 95 % of an update is attributed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import re
 import shlex
@@ -22,18 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from benchmarks import worker
 from benchmarks.exactness import MODELS, SETTINGS, TRAINING, data_flags
 from benchmarks.runs import NUM_SETTLING, spread
 from deep_offload.model.trace import MEASURED, PREDICTED, attributed_share, explained_share
 from deep_offload.plan.draw import read_trace
 from deep_offload.plan.ops import OpKind
 from deep_offload.plan.timeline import Timeline
-from megatron.training.arguments import parse_args
-from megatron.training.launch import find_ranks
 from megatron.training.quiet import leave_out_known_warnings
-from megatron.training.training import pretrain
 
 LEFT_OUT = ("--deterministic-mode", "--log-state-digest")
 SHARES = ("share 0", "share 1/2", "share 1")
@@ -64,12 +58,8 @@ def train(arguments: Sequence[str], log: Path, trace: Path | None) -> Run:
     """Do what pretrain_gpt.py does, in this process: a start of its own for each run would take most of the time."""
     words = [] if trace is None else ["--offload-trace", str(trace)]
     started = time.monotonic()
-    with log.open("w", buffering=1) as out, contextlib.redirect_stdout(out):
-        pretrain(parse_args([*arguments, *words], world_size=1), find_ranks({}))
-    gc.collect()  # the next run's memory
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    log.unlink(missing_ok=True)
+    worker.train([*arguments, *words], log)
     print(f"{log.stem}: {time.monotonic() - started:.1f} s", flush=True)
     return read_run(log.read_text(), trace)
 
