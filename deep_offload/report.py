@@ -168,9 +168,10 @@ def _time_charts(run: RunData) -> dict[str, str]:
         updates = [step["update"] for step in with_update]
         measured = Line("measured", at, [1e3 * u.get("in_place_seconds", u["seconds"]) for u in updates])
         lines = [measured]
-        if run.start["predicted"]:
-            predicted = 1e3 * run.start["predicted"]["update_seconds"]
-            lines.append(Line("predicted", [at[0], at[-1]], [predicted, predicted]))
+        if run.placed["predicted"]:
+            predicted = 1e3 * run.placed["predicted"]["update_seconds"]
+            since = max(at[0], run.placed.get("iteration", 0))
+            lines.append(Line("predicted", [since, at[-1]], [predicted, predicted]))
         charts["The update, until parameters are in place"] = line_chart("update", lines, "ms", from_zero=True)
     return charts
 
@@ -218,7 +219,7 @@ def _memory_charts(run: RunData) -> dict[str, str]:
 
 
 def _predictions(run: RunData) -> str:
-    predicted, updates = run.start["predicted"], _updates(run.steps)
+    predicted, updates = run.placed["predicted"], _updates(run.placed_steps)
     if not predicted:
         return _nothing("nothing is offloaded, so nothing was predicted")
     if not updates:
@@ -246,7 +247,7 @@ def _predictions(run: RunData) -> str:
 
 
 def _state_bytes(run: RunData) -> str:
-    state = run.start["state_bytes"]
+    state = run.placed["state_bytes"]
     return _nothing(
         f"Optimizer state of the rank: {format_bytes(state['host'])} on the host, {format_bytes(state['device'])} on "
         "the device."
@@ -254,14 +255,14 @@ def _state_bytes(run: RunData) -> str:
 
 
 def _placement(run: RunData) -> str:
-    """The lines of each start: a resumed run may be placed otherwise."""
+    """The lines of each start and change: a resumed run may be placed otherwise, and more may stay on the GPU later."""
     parts, before = [], None
-    for start in run.of_kind("start"):
-        if start["placement"] != before:
-            when = datetime.fromtimestamp(start["time"]).strftime("%Y-%m-%d %H:%M:%S")
-            lines = "".join(f"<li>{escape(line)}</li>" for line in start["placement"])
+    for event in run.events:
+        if event["event"] in ("start", "placement") and event["placement"] != before:
+            when = datetime.fromtimestamp(event["time"]).strftime("%Y-%m-%d %H:%M:%S")
+            lines = "".join(f"<li>{escape(line)}</li>" for line in event["placement"])
             parts.append(f"<h3>from {when}</h3><ul>{lines}</ul>")
-            before = start["placement"]
+            before = event["placement"]
     return "".join(parts)
 
 

@@ -44,6 +44,17 @@ class RunData:
         return self.of_kind("start")[-1]
 
     @property
+    def placed(self) -> Event:
+        """The last start, or the last change of the placement since: what is predicted holds from there on."""
+        return next(event for event in reversed(self.events) if event["event"] in ("start", "placement"))
+
+    @property
+    def placed_steps(self) -> list[Event]:
+        """The logged steps of the placement that holds at the end; all of a run that never changed it."""
+        since = self.placed.get("iteration", 0)
+        return [step for step in self.steps if step["iteration"] >= since]
+
+    @property
     def status(self) -> str:
         """How the run ended, in a few words."""
         last = next((e for e in reversed(self.events) if e["event"] in ("start", "end")), None)

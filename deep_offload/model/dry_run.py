@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.choose import Choice, Compute, choose_placement
+from deep_offload.model.choose import Choice, Compute
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import format_bytes
+from deep_offload.model.residency import GPU_MEMORY_SHARE, choose_with_residents, state_budget_bytes, working_bytes
 from deep_offload.model.run import ComputeSeconds, ModelBytes, RunShape, compute_seconds, model_bytes
 from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
 from deep_offload.plan.ops import Place
-
-GPU_MEMORY_SHARE = 0.95
-"""Part of a GPU's memory that a run may plan with: the rest is the CUDA context and what allocators lose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +81,14 @@ def _stage(
     numel = auto_subgroup_numel(sum(s.numel for s in shards)) if wanted == "auto" else wanted
     layout = build_layout(shards, numel)
     ranks = ranks_per_host(run, profile)
-    choice = choose_placement(
+    model = model_bytes(run, pipeline_rank)
+    total = profile.gpu_memory_bytes
+    free = total - model.weights - model.gradients
+    choice = choose_with_residents(
         layout,
         config,
         profile,
+        state_budget_bytes(free, total, working_bytes(model)),
         device_budget_bytes=budget_bytes(config.offload_device_budget_gib),
         host_limit_bytes=budget_bytes(config.offload_host_budget_gib) or (profile.host_memory_bytes // ranks or None),
         can_split=run.is_bf16,
@@ -94,7 +96,6 @@ def _stage(
         compute=Compute(compute.forward, compute.backward, compute.iteration - compute.forward - compute.backward),
     )
     iteration = choice.predicted_iteration_seconds
-    model = model_bytes(run, pipeline_rank)
     return StageForecast(pipeline_rank, layout, choice, model, iteration, max(0.0, iteration - compute.iteration))
 
 

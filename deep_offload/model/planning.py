@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.dry_run import GPU_MEMORY_SHARE, Forecast, forecast
+from deep_offload.model.dry_run import Forecast, forecast
 from deep_offload.model.gpt import GPTShape, ParallelShape
 from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.residency import GPU_MEMORY_SHARE
 from deep_offload.model.run import RecomputeShape, RunShape, model_bytes
 
 STATE_BYTES_PER_PARAM = 12
@@ -16,6 +17,7 @@ STATE_BYTES_PER_PARAM = 12
 
 STRATEGIES: tuple[tuple[str, dict[str, object]], ...] = (
     ("chosen by the model", {}),
+    ("nothing resident", {"offload_resident_fraction": 0.0}),
     ("all on the CPU (ZeRO-Offload style)", {"offload_gpu_share": 0.0, "offload_resident_fraction": 0.0}),
     ("half resident, rest on the CPU (TwinFlow style)", {"offload_gpu_share": 0.0, "offload_resident_fraction": 0.5}),
     ("stride 2 (Deep Optimizer States style)", {"offload_stride": 2, "offload_resident_fraction": 0.0}),
@@ -37,14 +39,8 @@ class Alternative:
 
 
 def alternatives(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
-    """Forecast every strategy on the same run, and as many residents as the GPU's memory allows."""
-    found = [_alternative(name, run, _with(config, changes), profile) for name, changes in STRATEGIES]
-    budget = free_gpu_bytes(run, profile)
-    if budget > 0:
-        changes: dict[str, object] = {"offload_device_budget_gib": budget / 2**30, "offload_resident_fraction": "auto"}
-        name = f"as resident as fits (--offload-device-budget-gib {budget / 2**30:.0f})"
-        found.insert(1, _alternative(name, run, _with(config, changes), profile))
-    return tuple(found)
+    """Forecast every strategy on the same run."""
+    return tuple(_alternative(name, run, _with(config, changes), profile) for name, changes in STRATEGIES)
 
 
 def free_gpu_bytes(run: RunShape, profile: HardwareProfile) -> int:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels import cpu as cpu_kernels
-from deep_offload.model.choose import Choice, choose_placement
+from deep_offload.model.choose import Choice
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
+from deep_offload.model.residency import choose_with_residents, is_automatic, state_budget_bytes
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
+from deep_offload.optimizer.residency import memory_reader, placement_line, start_with_room
 from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
-from deep_offload.plan.ops import Place
 from deep_offload.runtime.limits import HostLimits, cpu_update_threads, ranks_on_this_node, read_host_limits
 from deep_offload.runtime.measure import profile_for_run
 
@@ -31,11 +32,13 @@ def build_engine(
     log: Callable[[str], None],
     late_params: Collection[int] = (),
     cores: float | None = None,
+    estimated_bytes: int | None = None,
 ) -> tuple[OffloadEngine, list[str]]:
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
-    for an equal part of those that this process may use.
+    for an equal part of those that this process may use; estimated_bytes: GPU bytes that training takes beside weights,
+    gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given.
     Raises ValueError with numbers, before any large allocation, when state does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
@@ -50,39 +53,43 @@ def build_engine(
     threads = config.offload_cpu_threads
     num_threads = cpu_update_threads(max(1, int(cores)), 1, on_gpu) if threads == "auto" else threads
     profile = _profile(config, device, num_threads, ranks, log)
-    grad_dtypes = {s.grad.dtype for s in shards if s.grad.dtype.itemsize == 2}
-    choice = choose_placement(
+    choose = partial(
+        choose_with_residents,
         layout,
-        _with_resident_default(config),
+        config,
         profile,
         device_budget_bytes=_device_budget(config, device),
         host_limit_bytes=_host_limit(config, limits, ranks),
         can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
         num_ranks=ranks,
     )
-    settings = EngineSettings(
+
+    def start(choice: Choice) -> OffloadEngine:
+        settings, seconds = _settings(choice, shards, num_threads), op_seconds(layout, choice.state, profile)
+        return OffloadEngine(
+            shards, layout, settings, warn=warn, seconds=seconds, device=device, late_params=late_params
+        )
+
+    choice = choose(_state_budget(device, estimated_bytes))
+    engine, choice = start_with_room(choice, choose, start, log) if is_automatic(config) else (start(choice), choice)
+    if config.interleaved_offload:
+        predicted = choice.predicted_update_seconds, choice.binding_lane
+        engine.expected = Expectation(engine.plan, layout, choice.state, profile, ranks, *predicted)
+    lines = _describe(engine, layout, choice, profile, config, limits)
+    if config.interleaved_offload and cores < 1:
+        lines.append(_few_cores(cores, choice.predicted_update_seconds))
+    return engine, lines
+
+
+def _settings(choice: Choice, shards: Sequence[Shard], num_threads: int) -> EngineSettings:
+    grad_dtypes = {s.grad.dtype for s in shards if s.grad.dtype.itemsize == 2}
+    return EngineSettings(
         placement=choice.placement,
         num_slots=max(1, choice.num_slots),
         split_master=choice.split_master,
         wire_dtype=torch.float32 if choice.wire == "fp32" or not grad_dtypes else next(iter(grad_dtypes)),
         num_threads=num_threads,
     )
-    seconds = op_seconds(layout, choice.state, profile)
-    engine = OffloadEngine(shards, layout, settings, warn=warn, seconds=seconds, device=device, late_params=late_params)
-    if config.interleaved_offload:
-        engine.expected = Expectation(
-            engine.plan,
-            layout,
-            choice.state,
-            profile,
-            ranks,
-            choice.predicted_update_seconds,
-            choice.binding_lane,
-        )
-    lines = _describe(engine, layout, choice, profile, config, limits)
-    if config.interleaved_offload and cores < 1:
-        lines.append(_few_cores(cores, choice.predicted_update_seconds))
-    return engine, lines
 
 
 def _profile(
@@ -98,11 +105,13 @@ def _profile(
     return profile
 
 
-def _with_resident_default(config: OffloadConfig) -> OffloadConfig:
-    """Without a device budget nothing is resident: activations of the first step are not known yet."""
-    if config.offload_resident_fraction != "auto" or config.offload_device_budget_gib is not None:
-        return config
-    return replace(config, offload_resident_fraction=0.0)
+def _state_budget(device: torch.device, estimated_bytes: int | None) -> int:
+    """GPU bytes for state where nobody says how many; 0 without a GPU."""
+    read = memory_reader(device)
+    if read is None:
+        return 0
+    memory = read()
+    return state_budget_bytes(memory.available, memory.total, estimated_bytes)
 
 
 def _device_budget(config: OffloadConfig, device: torch.device) -> int | None:
@@ -140,12 +149,8 @@ def _describe(
     config: OffloadConfig,
     limits: HostLimits,
 ) -> list[str]:
-    counts = {place: sum(p is place for p in choice.placement) for place in Place}
     lines = [
-        f"optimizer state: {layout.numel:,} parameters in {len(layout.subgroups)} subgroups of up to "
-        f"{layout.max_subgroup_numel:,}: {counts[Place.RESIDENT]} resident on the GPU, {counts[Place.GPU]} "
-        f"streamed to it, "
-        f"{counts[Place.CPU]} updated by the CPU",
+        placement_line(layout, choice.placement),
         f"bytes: {engine.host_bytes / GIB:.3f} GiB of host memory (limit: {limits.source}), "
         f"{engine.device_bytes / GIB:.3f} GiB of device memory ({choice.device_bytes.slots / GIB:.3f} GiB of it "
         f"staging slots)",

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from deep_offload.optimizer.step_marks import Mark, StepMarks, phases_of
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.execute import PlanRun
 from deep_offload.plan.layout import MasterStorage, ShardLayout, ShardSpec, Subgroup
-from deep_offload.plan.ops import OpKind, Place, Placement
+from deep_offload.plan.ops import OpKind, Place, Placement, Plan
+from deep_offload.plan.placement import with_residents
 from deep_offload.plan.planner import OpSeconds, build_plan
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 from deep_offload.plan.timeline import Timeline
@@ -90,8 +91,8 @@ class OffloadEngine:
         self.settings = settings
         self._shards = tuple(shards)
         self._device = shards[0].param.device if shards else device or torch.device("cpu")
-        self.plan = build_plan(layout, settings.placement, settings.num_slots, seconds, self.late_subgroups)
-        check_plan(self.plan)
+        self._seconds = seconds
+        self.plan = self._checked_plan(settings.placement)
         self._buffers = DeviceBuffers(
             [self._view(s, "param") for s in layout.subgroups], [self._view(s, "grad") for s in layout.subgroups]
         )
@@ -99,8 +100,9 @@ class OffloadEngine:
             layout, settings.placement, settings.split_master, settings.wire_dtype, tuple(s.param.dtype for s in shards)
         )
         self._on_gpu = on_gpu = self._device.type == "cuda"
-        self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn)
+        # The device first: where it has no room, no host memory was pinned in vain.
         self._device_state = DeviceState(self._state_plan, settings.num_slots, self._device)
+        self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn)
         self._worker = SubgroupWorker(
             self._state_plan, self._host, self._device_state, self._buffers, settings.num_threads
         )
@@ -120,8 +122,12 @@ class OffloadEngine:
         self._waited = 0.0
         self.wait_seconds = 0.0
         """Seconds the training loop waited for the last update."""
-        for i in range(len(layout.subgroups)):
-            self.refresh_master(i)
+        try:
+            for i in range(len(layout.subgroups)):
+                self.refresh_master(i)
+        except BaseException:
+            self.close()
+            raise
 
     # -- one iteration ------------------------------------------------------------------------------------------
 
@@ -228,12 +234,34 @@ class OffloadEngine:
             self._backend.close()
             self._host.close()
 
+    def keep_resident(self, count: int) -> None:
+        """From now on the state of the first `count` subgroups stays on the device; no bit of it changes.
+
+        Call it between iterations, with parameters settled. Host memory of these subgroups stays allocated, unused.
+        Raises torch.OutOfMemoryError, with nothing changed.
+        """
+        settings = replace(self.settings, placement=with_residents(self.settings.placement, count))
+        state_plan = replace(self._state_plan, placement=settings.placement)
+        plan = self._checked_plan(settings.placement)
+        self._drop_run()
+        self._device_state.keep(state_plan, self._host)
+        self.settings, self._state_plan, self.plan = settings, state_plan, plan
+        self._worker = SubgroupWorker(
+            state_plan, self._host, self._device_state, self._buffers, settings.num_threads, self._worker.traffic
+        )
+        self._backend.use(self._worker.handlers)
+
     # -- state --------------------------------------------------------------------------------------------------
 
     @property
     def traffic(self) -> dict[str, int]:
         """Bytes moved and parameters updated since the start, by lane."""
         return self._worker.traffic.as_dict()
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters and gradients are."""
+        return self._device
 
     @property
     def host_bytes(self) -> int:
@@ -332,6 +360,11 @@ class OffloadEngine:
         return [s for s in self.layout.subgroups if s.shard == shard and s.start < end and start < s.start + s.numel]
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _checked_plan(self, placement: Placement) -> Plan:
+        plan = build_plan(self.layout, placement, self.settings.num_slots, self._seconds, self.late_subgroups)
+        check_plan(plan)
+        return plan
 
     def _begin(self) -> None:
         """Start the next iteration's run; its first prefetches go behind the flushes of the run before."""

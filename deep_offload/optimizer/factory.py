@@ -14,9 +14,11 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 
 from deep_offload.config import OffloadConfig
+from deep_offload.model.residency import is_automatic
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
+from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
 from deep_offload.runtime.limits import fair_cores
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
@@ -36,9 +38,14 @@ def build_optimizer(
     decoupled_lr: float | None = None,
     decoupled_min_lr: float | None = None,
     log: Callable[[str], None] = print,
+    estimated_bytes: int | None = None,
+    is_peak_early: bool = True,
 ) -> DeepOffloadOptimizer:
     """Adam over the chunks' DDP buffers, placed as `offload` says; without offload all state stays on the GPU.
 
+    estimated_bytes: what training takes of the GPU beside weights, gradients and state; needed where the number of
+    residents is left to us, else nothing is resident then. is_peak_early: the first steps take as much of the GPU as
+    any later one, so that their peak may decide about further residents.
     Raises ValueError, one sentence, when the optimizer is not Adam or state does not fit.
     """
     if optimizer_config.optimizer != "adam":
@@ -55,9 +62,13 @@ def build_optimizer(
             log=log,
             late_params=late_params(model_chunks, buffers),
             cores=_cores_of_this_rank(),
+            estimated_bytes=estimated_bytes,
         )
+    may_grow = is_automatic(offload) and estimated_bytes is not None and is_peak_early
+    read = memory_reader(engine.device) if may_grow else None
+    growth = None if read is None else ResidentGrowth(engine, read, log)
     verify = offload.offload_verify_interval
-    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, verify, log)
+    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, verify, log, growth)
 
 
 def _cores_of_this_rank() -> float:

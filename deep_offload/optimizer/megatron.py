@@ -27,6 +27,7 @@ from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BufferMap
 from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
 from deep_offload.optimizer.megatron_passes import TrainingPasses
+from deep_offload.optimizer.residency import ResidentGrowth
 from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
@@ -56,8 +57,10 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         lines: Sequence[str],
         verify_interval: int = 0,
         log: Callable[[str], None] = print,
+        growth: ResidentGrowth | None = None,
     ) -> None:
-        """verify_interval: see `UpdateCheck`; log: takes lines about changes while it runs."""
+        """verify_interval: see `UpdateCheck`; log: takes lines about changes while it runs; growth: None where the
+        placement stays as it is."""
         super().__init__(ParamGroups(param_groups, {}), config)
         self._chunks = list(chunks)
         self._buffers = buffers
@@ -77,6 +80,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._passes = TrainingPasses(chunks, buffers, engine)
         self._check = UpdateCheck(engine, verify_interval)
         self._drift = ProfileDrift(engine.expected, log)
+        self._log = log
+        self._growth = growth
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------
@@ -94,6 +99,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         scale = self._loss_scale()
         norm = self._grad_norm() / scale
         is_finite = math.isfinite(norm)
+        if self._growth is not None:
+            self._growth.count_step()
         if self._scaler is not None:
             self._scaler.update(not is_finite)
         if not is_finite:
@@ -122,14 +129,27 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         forward pass ends: no backward pass begins before, not even of another chunk. Where gathers of parameters are
         not overlapped, all of it happens here.
         """
+        self._grow_residents()
         self._engine.marks.begin()
         self._passes.begin_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
         zeroes, in loops that do not use `begin_step`."""
+        self._grow_residents()
         self._engine.marks.begin()
         self._passes.settle()
+
+    @torch.no_grad()
+    def _grow_residents(self) -> None:
+        """Once the first steps have shown their peak: nothing of an iteration is under way here."""
+        if self._growth is None or not self._growth.is_due:
+            return
+        self.synchronize()
+        lines = self._growth.grow()
+        if lines:
+            self._lines = tuple(lines)
+            self._drift = ProfileDrift(self._engine.expected, self._log)
 
     def synchronize(self) -> None:
         """Make state and parameters final: before evaluation, checkpoints, exit."""
@@ -319,7 +339,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     # -- what is ours -------------------------------------------------------------------------------------------
 
     def describe(self) -> list[str]:
-        """How state is placed, for the log at start."""
+        """How state is placed, for the log at start; after a change, how it is placed since."""
         return list(self._lines)
 
     def last_step_fields(self) -> list[tuple[str, str]]:

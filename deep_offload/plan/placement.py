@@ -28,6 +28,11 @@ def place_by_stride(num_subgroups: int, stride: int | None, resident_fraction: f
     )
 
 
+def with_residents(placement: Placement, count: int) -> Placement:
+    """The same, with the first `count` subgroups resident."""
+    return (Place.RESIDENT,) * count + placement[count:]
+
+
 def num_residents(num_subgroups: int, resident_fraction: float) -> int:
     """Subgroups that stay on the GPU; rounded down, so that a memory budget is never exceeded."""
     return int(num_subgroups * resident_fraction + 1e-9)

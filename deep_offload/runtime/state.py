@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from deep_offload.kernels import reference
+from deep_offload.model.memory import UPCAST_STAGING_NUMEL
 from deep_offload.plan.layout import MasterStorage, ShardLayout, Subgroup
 from deep_offload.plan.ops import Place, Placement
 from deep_offload.plan.storage import GRAD, MASTER, WEIGHT_OUT, Field, host_fields, state_fields, storage_of
@@ -36,6 +38,13 @@ class StatePlan:
         split = self.storage(subgroup) is MasterStorage.SPLIT
         place = self.placement[subgroup.index]
         return [(f, self._dtype(f, subgroup, wire)) for f in host_fields(place, subgroup, split, wire.itemsize)]
+
+    @property
+    def needs_upcast(self) -> bool:
+        """Whether any gradient becomes fp32 on the device before it goes to the host."""
+        placed = zip(self.layout.subgroups, self.placement)
+        is_wide = self.wire_dtype == torch.float32
+        return is_wide and any(place is Place.CPU and s.grad_bytes == 2 for s, place in placed)
 
     def _dtype(self, field: Field, subgroup: Subgroup, wire: torch.dtype) -> torch.dtype:
         if field.name == GRAD:
@@ -73,19 +82,51 @@ class HostState:
 
 
 class DeviceState:
-    """Owns the state that stays on the device and the staging slots. All allocated here, once."""
+    """Owns the state that stays on the device, the staging slots and the buffer for upcasts.
+
+    All allocated here, once; more may stay later (`keep`).
+    """
 
     def __init__(self, plan: StatePlan, num_slots: int, device: torch.device) -> None:
+        self._device = device
         self.resident: list[Arrays] = [{} for _ in plan.layout.subgroups]
         for subgroup in plan.layout.subgroups:
             if plan.placement[subgroup.index] is Place.RESIDENT:
                 self.resident[subgroup.index] = _allocate(state_fields(plan.storage(subgroup)), subgroup.numel, device)
         streamed = [s for s in plan.layout.subgroups if plan.placement[s.index] is Place.GPU]
         self.slots = [_slot(plan, streamed, device) for _ in range(min(num_slots, len(streamed)))]
+        self.upcast: torch.Tensor | None = None
+        if plan.needs_upcast:
+            numel = min(UPCAST_STAGING_NUMEL, plan.layout.max_subgroup_numel)
+            self.upcast = torch.empty(numel, dtype=torch.float32, device=device)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of resident state and slots."""
         return sum(a.nbytes for arrays in (*self.resident, *self.slots) for a in arrays.values())
+
+    def keep(self, plan: StatePlan, host: HostState) -> None:
+        """Take in the state of subgroups that are resident from now on, and release slots that nobody needs any more.
+
+        plan: with the new placement. No lane may be at work. Raises torch.OutOfMemoryError, with nothing changed.
+        """
+        new = [s for s in plan.layout.subgroups if plan.placement[s.index] is Place.RESIDENT]
+        arrays = {s.index: self._copy(plan, s, host.arrays[s.index]) for s in new if not self.resident[s.index]}
+        for i, copied in arrays.items():
+            self.resident[i] = copied
+        del self.slots[sum(place is Place.GPU for place in plan.placement) :]
+        if not plan.needs_upcast:
+            self.upcast = None
+
+    def _copy(self, plan: StatePlan, subgroup: Subgroup, home: Arrays) -> Arrays:
+        """A subgroup's state as it is kept here, from the host's arrays, whose master may be a full one."""
+        arrays = _allocate(state_fields(plan.storage(subgroup)), subgroup.numel, self._device)
+        for name, array in arrays.items():
+            source = home[name]
+            if source.dtype != array.dtype:  # the weights in their buffer are this master's rounded upper half already
+                source = reference.split_master(source.to(self._device))[1]
+            array.copy_(source)
+        return arrays
 
 
 def _slot(plan: StatePlan, streamed: Sequence[Subgroup], device: torch.device) -> Arrays:

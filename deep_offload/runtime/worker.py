@@ -9,7 +9,6 @@ import torch
 
 from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.kernels import reference
-from deep_offload.model.memory import UPCAST_STAGING_NUMEL
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.plan.ops import Op, OpKind
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, GRAD, MASTER, WEIGHT_OUT
@@ -61,8 +60,15 @@ class SubgroupWorker:
     """Handlers of all work ops. They run on the lanes' threads; the plan's edges keep them apart."""
 
     def __init__(
-        self, plan: StatePlan, host: HostState, device_state: DeviceState, buffers: DeviceBuffers, num_threads: int
+        self,
+        plan: StatePlan,
+        host: HostState,
+        device_state: DeviceState,
+        buffers: DeviceBuffers,
+        num_threads: int,
+        traffic: Traffic | None = None,
     ) -> None:
+        """traffic: counters to go on with; None: new ones."""
         self._plan = plan
         self._subgroups = plan.layout.subgroups
         self._storage = [plan.storage(s) for s in self._subgroups]
@@ -71,14 +77,11 @@ class SubgroupWorker:
         self._slots = device_state.slots
         self._buffers = buffers
         self._num_threads = num_threads
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         self.inputs: StepInputs | None = None
         self._device = buffers.grads[0].device if buffers.grads else torch.device("cpu")
         self._update_device = _device_update(self._device)
-        self._upcast: torch.Tensor | None = None
-        if any(self._upcasts(s.index) for s in self._subgroups):
-            numel = min(UPCAST_STAGING_NUMEL, plan.layout.max_subgroup_numel)
-            self._upcast = torch.empty(numel, dtype=torch.float32, device=self._device)
+        self._upcast = device_state.upcast
 
     @property
     def handlers(self) -> dict[OpKind, Handler]:

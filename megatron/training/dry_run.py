@@ -5,7 +5,8 @@ from __future__ import annotations
 from deep_offload.model.dry_run import DryRun, dry_run_report
 from deep_offload.model.gpt import GPTShape, ParallelShape
 from deep_offload.model.machines import planning_profile
-from deep_offload.model.run import RecomputeShape, RunShape
+from deep_offload.model.residency import working_bytes
+from deep_offload.model.run import RecomputeShape, RunShape, model_bytes
 from megatron.training.config import TrainingConfig
 from megatron.training.tokenizer import build_tokenizer
 
@@ -15,6 +16,11 @@ def dry_run(config: TrainingConfig) -> DryRun:
     profile, line = planning_profile(config.offload.offload_profile)
     report = dry_run_report(run_shape(_with_vocab(config)), config.offload, profile)
     return DryRun([line, *report.lines], report.fits)
+
+
+def estimated_bytes(config: TrainingConfig, pipeline_rank: int) -> int:
+    """GPU bytes of a rank of this pipeline stage beside weights, gradients and state; the vocabulary must be known."""
+    return working_bytes(model_bytes(run_shape(config), pipeline_rank))
 
 
 def run_shape(config: TrainingConfig) -> RunShape:

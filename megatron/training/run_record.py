@@ -1,7 +1,7 @@
 """What a run writes into `--run-dir`: `run.jsonl`, one event a line, and a trace of its last steps.
 
 `python -m deep_offload report RUN_DIR` makes a page of it. Lines are written as they come, so a run that died has a
-report too. Events: start, note, step, evaluation, checkpoint, end.
+report too. Events: start, placement (changed while the run goes on), note, step, evaluation, checkpoint, end.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class RunRecord:
         self._file = None if self._folder is None else _open(self._folder)
         self._started = time.time()
         self._saved: int | None = None
+        self._placement: list[str] = []
         self._show_warning = warnings.showwarning
         if self._file is not None:
             warnings.showwarning = self._on_warning
@@ -56,8 +57,22 @@ class RunRecord:
         """What is about to run, on what, and what is expected of it."""
         if self._file is None:
             return
-        expected = optimizer.expected
-        host, device = optimizer.memory_bytes()
+        self._write(
+            "start",
+            command=shlex.join(sys.orig_argv),
+            environment=_environment(),
+            config=_plain(config),
+            num_iterations=config.num_iterations,
+            world_size=config.world_size,
+            **self._placed(optimizer),
+        )
+        for note in notes:
+            self._write("note", text=note)
+
+    def _placed(self, optimizer: DeepOffloadOptimizer) -> dict[str, Any]:
+        """How state is placed now, its bytes, and what is predicted for it."""
+        self._placement = optimizer.describe()
+        expected, (host, device) = optimizer.expected, optimizer.memory_bytes()
         prediction = None
         if expected is not None:
             prediction = {
@@ -66,24 +81,15 @@ class RunRecord:
                 "profile": expected.profile.name,
                 "profile_source": f"{expected.profile.source}, {expected.profile.date}",
             }
-        self._write(
-            "start",
-            command=shlex.join(sys.orig_argv),
-            environment=_environment(),
-            config=_plain(config),
-            num_iterations=config.num_iterations,
-            world_size=config.world_size,
-            placement=optimizer.describe(),
-            predicted=prediction,
-            state_bytes={"host": host, "device": device},
-        )
-        for note in notes:
-            self._write("note", text=note)
+        bytes_of_state = {"host": host, "device": device}
+        return {"placement": self._placement, "predicted": prediction, "state_bytes": bytes_of_state}
 
     def step(self, values: LogValues, interval: Interval, times: Times, optimizer: DeepOffloadOptimizer) -> None:
         """What a log line says, and where the time went; call where the log line is printed."""
         if self._file is None:
             return
+        if optimizer.describe() != self._placement:
+            self._write("placement", iteration=values.iteration, **self._placed(optimizer))
         update = optimizer.last_update()
         self._write(
             "step",

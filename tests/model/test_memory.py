@@ -84,6 +84,6 @@ def test_bytes_for_people():
 def test_the_upcast_buffer_is_the_worker_s():
     """The runtime stages 16-bit gradients through a buffer of the size that is predicted here."""
     from deep_offload.model import memory
-    from deep_offload.runtime import worker
+    from deep_offload.runtime import state
 
-    assert memory.UPCAST_STAGING_NUMEL == worker.UPCAST_STAGING_NUMEL
+    assert memory.UPCAST_STAGING_NUMEL == state.UPCAST_STAGING_NUMEL
