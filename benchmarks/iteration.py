@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from benchmarks.runs import Record, Run, add_session_options, run_parts, spread
 
 OFFLOAD = "--interleaved-offload"
-NONE = Run("ours_none", expected_s=45)
-R0 = Run("ours_r0", f"{OFFLOAD} --offload-resident-fraction 0", expected_s=60)
-R05 = Run("ours_r05", f"{OFFLOAD} --offload-resident-fraction 0.5", expected_s=55)
-AUTO = Run("ours_auto", OFFLOAD, iterations=16, expected_s=60)
+NONE = Run("ours_none", expected_s=30)
+R0 = Run("ours_r0", f"{OFFLOAD} --offload-resident-fraction 0", expected_s=35)
+R05 = Run("ours_r05", f"{OFFLOAD} --offload-resident-fraction 0.5", expected_s=30)
+AUTO = Run("ours_auto", OFFLOAD, iterations=16, expected_s=30)
 FP32 = replace(R0, name="ours_r0_fp32_grads", fp32_grads=True)
 ONE_CONNECTION = replace(R0, name="ours_r0_one_connection", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 

@@ -19,8 +19,8 @@ from dataclasses import replace
 from benchmarks.iteration import AUTO, NONE, R0, R05
 from benchmarks.runs import Record, Run, add_session_options, run_parts
 
-SMALL = replace(R0, shape="1.1b", iterations=12, expected_s=35)
-SMALL_NONE = replace(NONE, shape="1.1b", iterations=12, expected_s=30)
+SMALL = replace(R0, shape="1.1b", iterations=12, expected_s=18)
+SMALL_NONE = replace(NONE, shape="1.1b", iterations=12, expected_s=15)
 BUDGETS = (16, 20, 24, 32, 48)
 
 
@@ -47,7 +47,7 @@ PARTS: dict[str, list[Run]] = {
     "accumulation": batches([(1, 1), (1, 2), (1, 4), (1, 8), (1, 16)]),
     "threads": vary(SMALL, "threads", "--offload-cpu-threads", (4, 8, 12, 16)),
     "subgroup": vary(SMALL, "subgroup", "--offload-subgroup-numel", [n * 10**6 for n in (10, 30, 100, 300, 1000)]),
-    "budgets": vary(AUTO, "budget", "--offload-device-budget-gib", BUDGETS, 60),
+    "budgets": vary(AUTO, "budget", "--offload-device-budget-gib", BUDGETS),
     "sizes": [
         R0,
         replace(R0, name="paper-7b", shape="paper-7b", iterations=10, expected_s=110),
