@@ -25,7 +25,8 @@ from deep_offload.model.planning import (
 from deep_offload.model.run import RecomputeShape, RunShape, compute_seconds, layer_bytes, model_bytes
 
 H200, H100X4, H100X8 = (BUILT_IN_PROFILES[name] for name in ("h200", "h100x4", "h100x8"))
-OFFLOAD = OffloadConfig(interleaved_offload=True)
+AUTO = OffloadConfig(interleaved_offload=True)
+OFFLOAD = replace(AUTO, offload_resident_fraction=0.0)
 FULL = RecomputeShape(granularity="full", method="uniform")
 PEER = GPTShape(
     num_layers=16,
@@ -195,21 +196,29 @@ def test_dry_run_reports():
 def test_budgets_are_honored():
     """The budget flags limit the dry run as they limit training."""
     assert not dry_run_report(run_of(), replace(OFFLOAD, offload_host_budget_gib=10.0), H200).fits
-    roomy = forecast(run_of(), replace(OFFLOAD, offload_device_budget_gib=30.0), H200)
+    roomy = forecast(run_of(), replace(AUTO, offload_device_budget_gib=30.0), H200)
     assert 0 < roomy.stages[0].choice.resident_fraction < 1
     assert roomy.stages[0].choice.device_bytes.total <= 30 << 30
 
 
-def test_alternatives_are_ordered_by_physics():
-    """The automatic choice is no slower than any other strategy with nothing resident; residents are faster."""
-    found = {a.name.split(" (")[0]: a for a in alternatives(run_of(), OFFLOAD, H200)}
-    seconds = {name: a.result.iteration_seconds for name, a in found.items()}
-    best = seconds["chosen by the model"]
-    for name in ("all on the CPU", "stride 2", "stride 3", "stride 4", "all streamed to the GPU"):
-        assert best <= seconds[name] * 1.001
-    assert seconds["no offload"] < best
-    assert seconds["as resident as fits"] <= best
-    assert found["no offload"].result.stages[0].host_bytes == 0
+@pytest.mark.parametrize("shape", [PEER, NAMED_SHAPES["20b"]], ids=["all fits", "a part fits"])
+def test_alternatives_are_ordered_by_physics(shape):
+    """With nothing resident the chosen share is no slower than any other; what the model chooses with free residents
+    is no slower than that, and where all state fits it costs what no offload costs."""
+    found = {a.name.split(" (")[0]: a for a in alternatives(run_of(shape), AUTO, H200)}
+    seconds = {name: a.result.iteration_seconds for name, a in found.items() if a.result is not None}
+    best, nothing = seconds["chosen by the model"], seconds.get("nothing resident")
+    assert found["chosen by the model"].problem == ""
+    if shape is PEER:
+        for name in ("all on the CPU", "stride 2", "stride 3", "stride 4", "all streamed to the GPU"):
+            assert nothing <= seconds[name] * 1.001
+        assert best == seconds["no offload"] < nothing
+        assert found["no offload"].result.stages[0].host_bytes == 0
+        assert found["nothing resident"].result.stages[0].choice.resident_fraction == 0
+    else:  # host memory holds no such model without residents, and the GPU not all of its state
+        assert nothing is None and "host memory" in found["nothing resident"].problem
+        assert "of GPU memory" in found["no offload"].problem
+        assert 0 < found["chosen by the model"].result.stages[0].choice.resident_fraction < 1
 
 
 def test_other_cuts():
