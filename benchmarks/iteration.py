@@ -2,10 +2,11 @@
 
     python -m benchmarks.iteration --part full,half --output out/bench [--only ours_r0,ds_z2] [--limit-seconds 520]
 
-Parts: compute (no offload against plain torch), full (nothing resident against full offload), half (half resident),
-auto (residency chosen by the program, and variants), batches (larger batches), backward (cost of the gradient flush),
-end_to_end (100 iterations with evaluation). Each takes less than 9 minutes or is cut there; the same command again goes
-on where it stopped. Within a part our runs stand between those of the others, and a ratio compares neighbors.
+Parts: short (the most important runs once or twice), compute (no offload against plain torch), full (nothing resident
+against full offload), half (half resident), auto (residency chosen by the program, and variants), batches (larger
+batches), backward (cost of the gradient flush), end_to_end (100 iterations with evaluation). Each takes less than 9
+minutes or is cut there; the same command again goes on where it stopped. Within a part our runs stand between those of
+the others, and a ratio compares neighbors.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ _16K, _32K, _128K = ((_batch(NONE, s, c, n), _batch(R0, s, c, n)) for s, c, n in
 
 PARTS: dict[str, list[Run]] = {
     "compute": [PLAIN, NONE, PLAIN, NONE, PLAIN, NONE],
+    "short": [NONE, R0, Z2, R0, AUTO, NONE, HDO, R0],
     "full": [R0, Z2, R0, HDO, R0, FSDP2, R0, Z3, R0],
     "half": [R05, TWIN_HALF, R0, HDO_HALF, R05, TWIN_MOST, R0],
     "auto": [NONE, AUTO, NONE, AUTO, R0, FP32, R0, ONE_CONNECTION, R0],
@@ -88,6 +90,9 @@ class Target:
 
 TARGETS = (
     Target("compute", "ours_none", "none", most=1 / 0.9),
+    Target("short", "ours_auto", "ours_none", most=1.1),
+    Target("short", "ds_z2", "ours_r0", 2.5),
+    Target("short", "hdo1.0", "ours_r0", 4.2),
     Target("full", "ds_z2", "ours_r0", 2.5),
     Target("full", "hdo1.0", "ours_r0", 4.2),
     Target("full", "fsdp2", "ours_r0", 4.6),

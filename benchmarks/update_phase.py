@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 2 -m benchmarks.update_phase ...       # all ranks of a host at once
 
 Prints one line per setting: median parameters/s of the update (from the norm until all parameters are in place), of a
-steady loop (update after update, flushes included), the prediction, and busy shares of the lanes. With several ranks,
+steady loop (update after update, flushes included), the prediction, busy shares of the lanes, and which part of the
+update the launching thread works itself. With several ranks,
 each has its own GPU and its share of the cores; they start each timed update together, and rates are listed by rank.
 """
 
@@ -73,13 +74,22 @@ def make_shards(num_subgroups: int, numel: int, device: torch.device) -> list[Sh
     return [Shard(weight, grad, (Segment(0, total, 0),))]
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds: `update` with gradients flushed before it, `steady` for one turn of a loop of updates (medians).
+
+    main_thread: part of an update in which the thread that launches it does not sleep.
+    """
+
+    update: float
+    steady: float
+    main_thread: float
+
+
 def measure(
     engine: OffloadEngine, repeats: int, device: torch.device, together: Callable[[], None] = lambda: None
-) -> tuple[float, float]:
-    """Median seconds of one update with gradients flushed before it, and of one turn of a steady loop.
-
-    together: called before each timed part, for ranks that start at the same moment.
-    """
+) -> Measured:
+    """Time updates. together: called before each timed part, for ranks that start at the same moment."""
     step = 0
 
     def update() -> None:
@@ -87,17 +97,19 @@ def measure(
         step += 1
         engine.update([AdamClass(1e-4, 0.9, 0.95, 1e-8, 0.1, step)], [0], 0.9)
 
-    singles = []
+    singles, working = [], []
     for _ in range(repeats + 2):
         for i in reversed(range(len(engine.layout.subgroups))):
             engine.grads_ready(i)
         engine.synchronize()
         together()
-        start = time.perf_counter()
+        start, thread_start = time.perf_counter(), time.thread_time()
         update()
         engine.wait_until_reusable()
+        thread_seconds = time.thread_time() - thread_start
         _synchronize(device)
         singles.append(time.perf_counter() - start)
+        working.append(thread_seconds / singles[-1])
     engine.synchronize()
     together()
     start = time.perf_counter()
@@ -105,7 +117,8 @@ def measure(
         update()
         engine.wait_until_reusable()
     engine.synchronize()
-    return statistics.median(singles[2:]), (time.perf_counter() - start) / repeats
+    steady = (time.perf_counter() - start) / repeats
+    return Measured(statistics.median(singles[2:]), steady, statistics.median(working[2:]))
 
 
 def _synchronize(device: torch.device) -> None:
@@ -119,18 +132,18 @@ def report(shards: list[Shard], config: OffloadConfig, repeats: int, rank: Rank)
     begin = time.perf_counter()
     engine, lines = build_engine(shards, config, warn=print, log=rank.say)
     built = time.perf_counter() - begin
-    seconds, steady = measure(engine, repeats, rank.device, rank.together)
+    measured = measure(engine, repeats, rank.device, rank.together)
     timeline, total = engine.timeline(), engine.layout.numel
     lanes = (lane for lane in Lane if lane is not Lane.MAIN)
     busy = " ".join(f"{lane.value} {timeline.busy_share(lane):.2f}" for lane in lanes)
     predicted = lines[-1].split(" ms")[0].rsplit(" ", 1)[-1]
     placement = lines[2].split(", slots")[0].removeprefix("placement: ")
-    rates = " ".join(f"{rate:.2f}" for rate in rank.gather(total / seconds / 1e9))
-    steadies = " ".join(f"{rate:.2f}" for rate in rank.gather(total / steady / 1e9))
+    rates = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.update / 1e9))
+    steadies = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.steady / 1e9))
     rank.say(
         f"split {config.offload_split_master} wire {config.offload_grad_wire} share {config.offload_gpu_share} "
-        f"[{placement[:60]}]: update {rates} G/s ({seconds * 1e3:.1f} ms, predicted {predicted} ms), steady "
-        f"{steadies} G/s, busy {busy}, built in {built:.1f} s"
+        f"[{placement[:60]}]: update {rates} G/s ({measured.update * 1e3:.1f} ms, predicted {predicted} ms), steady "
+        f"{steadies} G/s, busy {busy}, main thread {100 * measured.main_thread:.1f} %, built in {built:.1f} s"
     )
     engine.close()
 
@@ -143,7 +156,7 @@ def main() -> None:
     parser.add_argument("--resident", type=float, default=0.0)
     parser.add_argument("--wires", default="param")
     parser.add_argument("--splits", default="on,off")
-    parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--slots", default="auto")
     parser.add_argument("--threads", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
@@ -157,7 +170,7 @@ def main() -> None:
                     offload_gpu_share="auto" if share == "auto" else float(share),
                     offload_resident_fraction=arguments.resident,
                     offload_subgroup_numel=arguments.numel,
-                    offload_num_slots=arguments.slots,
+                    offload_num_slots="auto" if arguments.slots == "auto" else int(arguments.slots),
                     offload_grad_wire=wire,
                     offload_split_master=split,
                     offload_cpu_threads="auto" if arguments.threads == "auto" else int(arguments.threads),
