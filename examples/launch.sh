@@ -58,8 +58,9 @@ if [ "$BUDGET_GIB" != none ]; then
         --offload-split-master auto
         # bf16 over the link where the CPU converts it faster than the link carries fp32; the bits are the same.
         --offload-grad-wire auto
-        # Four slots keep both directions of the link and the GPU busy at once; each takes one subgroup's state.
-        --offload-num-slots 4
+        # Four slots keep both directions of the link and the GPU busy at once; each takes one subgroup's state. More are
+        # for runs in which nothing may stay on the GPU: a resident subgroup is worth more than a slot.
+        --offload-num-slots auto
     )
 fi
 

@@ -83,13 +83,14 @@ def _stage(
     ranks = ranks_per_host(run, profile)
     model = model_bytes(run, pipeline_rank)
     total = profile.gpu_memory_bytes
-    free = total - model.weights - model.gradients
+    left = state_budget_bytes(total - model.weights - model.gradients, total, working_bytes(model))
     choice = choose_with_residents(
         layout,
         config,
         profile,
-        state_budget_bytes(free, total, working_bytes(model)),
+        left,
         device_budget_bytes=budget_bytes(config.offload_device_budget_gib),
+        spare_device_bytes=left if total else None,
         host_limit_bytes=budget_bytes(config.offload_host_budget_gib) or (profile.host_memory_bytes // ranks or None),
         can_split=run.is_bf16,
         num_ranks=ranks,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.choose import Choice, choose_placement
+from deep_offload.model.choose import FEW_SLOTS, Choice, choose_placement
 from deep_offload.model.cost import StateFormat
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes, slot_bytes
@@ -52,15 +52,19 @@ def choose_with_residents(
     state_budget: int,
     *,
     device_budget_bytes: int | None,
+    spare_device_bytes: int | None = None,
     **rest: Any,
 ) -> Choice:
     """`choose_placement`, which also takes `rest`, with as many residents as fit where the number `is_automatic`.
 
     state_budget: bytes for residents and slots, 0: nothing is resident. device_budget_bytes: what holds for
-    slots where nothing is resident, and for all where the number is given.
+    slots where nothing is resident, and for all where the number is given. spare_device_bytes: as `choose_placement`
+    takes it; None: the state's budget, if there is one.
     """
     if not is_automatic(config):
-        return choose_placement(layout, config, profile, device_budget_bytes=device_budget_bytes, **rest)
+        spare = spare_device_bytes if spare_device_bytes is not None else state_budget or None
+        rest |= {"device_budget_bytes": device_budget_bytes, "spare_device_bytes": spare}
+        return choose_placement(layout, config, profile, **rest)
     if state_budget:
         try:
             choice = choose_placement(layout, config, profile, device_budget_bytes=state_budget, **rest)
@@ -68,7 +72,9 @@ def choose_with_residents(
                 return choice
         except ValueError:
             pass  # not even slots fit what the estimate leaves, and it may be too large; other faults come up again
-    nothing = replace(config, offload_resident_fraction=0.0)
+    # Residents may follow: they are worth more than slots beyond the fewest.
+    slots = FEW_SLOTS if config.offload_num_slots == "auto" else config.offload_num_slots
+    nothing = replace(config, offload_resident_fraction=0.0, offload_num_slots=slots)
     return choose_placement(layout, nothing, profile, device_budget_bytes=device_budget_bytes, **rest)
 
 

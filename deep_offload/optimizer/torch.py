@@ -27,13 +27,11 @@ class InterleavedAdamW(torch.optim.Optimizer):
     params: parameters or groups, each with its own lr, betas, eps and weight_decay; all on one device. Their storage
     moves into flat buffers that this optimizer owns: shapes, values and the Parameter objects stay, `p.data` becomes
     a view.
-    offload: placement (default: offload everything, the model picks the share). max_grad_norm: clip the global norm
-    inside
-    the update, without touching `p.grad`; `last_grad_norm` is the norm before clipping. loss_scale: gradients are
-    divided by it; needed for fp16 parameters. flush_in_backward: copy gradients to the host while backward goes on;
-    use it
-    where one backward makes a step. A gradient that is not finite skips the step when max_grad_norm or loss_scale is
-    given.
+    offload: placement (default: offload everything, the model picks share and slots). max_grad_norm: clip the global
+    norm inside the update, without touching `p.grad`; `last_grad_norm` is the norm before clipping. loss_scale:
+    gradients are divided by it; needed for fp16 parameters. flush_in_backward: copy gradients to the host while
+    backward goes on; use it where one backward makes a step. A gradient that is not finite skips the step when
+    max_grad_norm or loss_scale is given.
 
     Parameters that FSDP2's `fully_shard` has sharded are updated in place, each rank its part, clipped by the norm of
     all parts. Their state dict holds this rank's parts; make the optimizer after `fully_shard`.

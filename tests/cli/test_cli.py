@@ -18,6 +18,7 @@ from deep_offload.plan.draw import read_trace
 from deep_offload.plan.ops import OpKind
 
 ROOT = Path(__file__).resolve().parents[2]
+OFFLOADED = ("--offload-resident-fraction", "0")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_plan_of_a_run_that_fits(capsys):
 
 def test_plan_of_a_run_that_does_not_fit(capsys):
     """Exit code 2, bytes needed and there, and where it would fit."""
-    code, out, _ = run(capsys, "plan", "--model", "20b", "--profile", "h200", "--no-alternatives")
+    code, out, _ = run(capsys, "plan", "--model", "20b", "--profile", "h200", "--no-alternatives", *OFFLOADED)
     assert code == 2
     assert "of host memory, but this rank has 125.00 GiB" in out and "it would fit on 2 GPU(s)" in out
     assert "pretrain_gpt.py" not in out
@@ -67,7 +68,8 @@ def test_plan_of_a_run_that_does_not_fit(capsys):
 
 def test_plan_searches(capsys):
     """Auto finds the fewest GPUs, largest the most layers, and a layout is found where only a cut one fits."""
-    code, out, _ = run(capsys, "plan", "--model", "20b", "--gpus", "auto", "--profile", "h200", "--no-alternatives")
+    words = ("plan", "--model", "20b", "--gpus", "auto", "--profile", "h200", "--no-alternatives", *OFFLOADED)
+    code, out, _ = run(capsys, *words)
     assert code == 0 and "ranks: 2 = " in out and "torchrun --nproc-per-node 1 --nnodes 2 pretrain_gpt.py" in out
     code, out, _ = run(capsys, "plan", "--model", "8b", "--largest", "--profile", "h200")
     assert code == 0 and "largest model of this width on 1 GPU(s) of h200: " in out
@@ -78,15 +80,16 @@ def test_plan_searches(capsys):
 def test_plan_of_given_sizes(capsys):
     """Sizes on the command line make the model, the vocabulary is padded, and flags of the engine are kept."""
     sizes = ("--num-layers", "4", "--hidden-size", "512", "--num-attention-heads", "8", "--vocab-size", "1000")
-    flags = ("--offload-gpu-share", "0.25", "--offload-num-slots", "2", "--grad-buffer", "fp32")
+    flags = ("--offload-gpu-share", "0.25", "--offload-num-slots", "2", "--grad-buffer", "fp32", *OFFLOADED)
     code, out, _ = run(capsys, "plan", *sizes, *flags, "--profile", "h200", "--no-alternatives")
     assert code == 0 and "GPU share 0.25" in out and "2 slots" in out and "gradient wire fp32" in out
-    assert "--offload-gpu-share 0.25 --offload-num-slots 2" in out and "--grad-reduce-in-bf16" not in out
+    assert "--offload-gpu-share 0.25 --offload-resident-fraction 0.0 --offload-num-slots 2" in out
+    assert "--grad-reduce-in-bf16" not in out
 
 
 def test_the_printed_command_repeats_the_choice(capsys):
     """Where nothing may stay on the GPU the command gives the number of slots: training knows less when it chooses."""
-    words = ("plan", "--model", "8b", "--profile", "h200", "--no-alternatives", "--offload-resident-fraction", "0")
+    words = ("plan", "--model", "8b", "--profile", "h200", "--no-alternatives", *OFFLOADED)
 
     def plan(*flags: str) -> tuple[str, list[str]]:
         code, out, _ = run(capsys, *words, *flags)

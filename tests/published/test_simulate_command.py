@@ -37,7 +37,8 @@ def test_faster_links_and_memory_are_faster(capsys):
     """Twice the link and twice the memory shorten the update, and the answer says that they are only on paper."""
 
     def update_ms(*words: str) -> float:
-        code, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--offload-gpu-share", "0.5", *words)
+        place = ("--offload-gpu-share", "0.5", "--offload-resident-fraction", "0")
+        code, out, _ = run(capsys, "--model", "8b", "--profile", "h200", *place, *words)
         assert code == 0
         return float(out.split("predicted update: ")[1].split(" ms")[0])
 
