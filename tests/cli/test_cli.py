@@ -89,7 +89,7 @@ def test_plan_of_given_sizes(capsys):
 
 def test_the_printed_command_repeats_the_choice(capsys):
     """Where nothing may stay on the GPU the command gives the number of slots: training knows less when it chooses."""
-    words = ("plan", "--model", "8b", "--profile", "h200", "--no-alternatives", *OFFLOADED)
+    words = ("plan", "--model", "1b", "--micro-batch-size", "4", "--profile", "h200", "--no-alternatives", *OFFLOADED)
 
     def plan(*flags: str) -> tuple[str, list[str]]:
         code, out, _ = run(capsys, *words, *flags)
@@ -102,7 +102,7 @@ def test_the_printed_command_repeats_the_choice(capsys):
     assert "8 slots (" in placed and "8 slots instead of 4 shorten the iteration by" in placed
     again, same = plan(*flags)
     assert same == flags and again.split(" (the closed")[0] == placed.split(" (the closed")[0]
-    placed, flags = plan("--global-batch-size", "64")
+    placed, flags = plan("--global-batch-size", "256")
     assert "4 slots, as 8 would gain less than 2 %" in placed and flags[-2:] == ["--offload-num-slots", "4"]
     placed, flags = plan("--offload-gpu-share", "0")
     assert "--offload-num-slots" not in flags and "0 slots (" in placed

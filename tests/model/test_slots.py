@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,8 +12,12 @@ from deep_offload.config import OffloadConfig
 from deep_offload.model import choose as choose_module
 from deep_offload.model.choose import Choice, Compute, choose_placement
 from deep_offload.model.cost import StateFormat
+from deep_offload.model.dry_run import forecast
+from deep_offload.model.gpt import named_shape
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.memory import slot_bytes
+from deep_offload.model.planning import single_gpu_run
+from deep_offload.model.residency import choose_with_residents
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
 from tests.plan.strategies import placed_cases, profiles
@@ -99,6 +105,41 @@ def test_as_good_as_all_shares_with_eight():
     every = [choose(offload_num_slots=8, offload_gpu_share=j / 20).predicted_iteration_seconds for j in range(21)]
     assert choice.predicted_iteration_seconds <= 1.01 * min(every)
     assert choice.predicted_iteration_seconds <= 0.98 * choose(offload_num_slots=4).predicted_iteration_seconds
+
+
+@pytest.mark.parametrize(
+    ("resident", "state_budget", "spare", "slots"),
+    [
+        (0.0, 8 * SLOT, None, EIGHT),
+        (0.0, 8 * SLOT - 1, None, FOUR),
+        (0.0, 0, None, EIGHT),  # no estimate: a quarter of the budget decides
+        (0.0, 0, 0, FOUR),  # an estimate that leaves nothing
+        ("auto", 0, None, FOUR),
+        ("auto", 3 * SLOT, None, FOUR),
+        ("auto", 14 * SLOT, None, FOUR),
+    ],
+)
+def test_what_is_left_of_the_gpu(resident, state_budget, spare, slots):
+    """Eight slots fit what the estimate leaves for state; automatic residents, even while there are none, mean four."""
+    config = OffloadConfig(interleaved_offload=True, offload_resident_fraction=resident)
+    limits = dict(device_budget_bytes=32 * SLOT, spare_device_bytes=spare)
+    choice = choose_with_residents(LAYOUT, config, H200, state_budget, **limits, can_split=True, compute=SHORT)
+    assert choice.num_slots == slots
+    assert (choice.resident_fraction > 0) == (state_budget == 14 * SLOT)
+
+
+def test_a_forecast_keeps_to_the_gpu():
+    """Where eight slots would not fit beside activations, the forecast has four, and the run still fits."""
+    base = replace(single_gpu_run(named_shape("1b")), micro_batch_size=4, global_batch_size=4)
+    config = OffloadConfig(interleaved_offload=True, offload_resident_fraction=0.0)
+    need = forecast(base, config, H200).stages[0]
+    assert need.choice.num_slots == EIGHT
+    small = replace(H200, gpu_memory_bytes=int(need.gpu_bytes / 0.95) - 2 * need.choice.device_bytes.slots // 8)
+    stage = forecast(base, config, small).stages[0]
+    assert stage.choice.num_slots == FOUR and "as 8 do not fit" in stage.choice.why
+    assert not forecast(base, config, small).problems
+    forced = forecast(base, replace(config, offload_num_slots=8), small)
+    assert forced.stages[0].choice.num_slots == EIGHT and "of GPU memory, but" in forced.problems[0]
 
 
 def test_few_more_simulations(monkeypatch):
