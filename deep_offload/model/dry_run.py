@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from deep_offload.config import OffloadConfig
@@ -66,6 +67,7 @@ def ranks_per_host(run: RunShape, profile: HardwareProfile) -> int:
     return min(run.parallel.world_size, max(1, profile.num_gpus))
 
 
+@lru_cache(maxsize=16)  # a report, its costs and its table of strategies ask for the same one
 def forecast(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> Forecast:
     """Choose and simulate every pipeline stage. Raises ValueError when a choice itself cannot be made."""
     compute = compute_seconds(run, profile)
