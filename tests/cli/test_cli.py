@@ -180,19 +180,22 @@ def test_calibrate_writes_what_plan_reads(capsys, tmp_path, monkeypatch):
     assert code == 0 and "hardware profile measured before" in out and "hardware: mine" in out
 
 
-def test_plan_needs_no_torch_and_little_time():
+@pytest.mark.parametrize("flags", [(), OFFLOADED], ids=["auto", "more slots tried"])
+def test_plan_needs_no_torch_and_little_time(flags):
     """A 20 B plan with its table runs without torch or numpy in under 2 s of processor time."""
     program = (
         "import sys, time\n"
         "from deep_offload.cli import main\n"
-        "code = main(['plan', '--model', '20b', '--gpus', '4', '--profile', 'h100x4'])\n"
+        "code = main(['plan', '--model', '20b', '--gpus', '4', '--profile', 'h100x4', *sys.argv[1:]])\n"
         "heavy = [name for name in ('torch', 'numpy', 'megatron', 'triton') if name in sys.modules]\n"
         "assert not heavy, heavy\n"
         "assert code == 0\n"
         "print('seconds', time.process_time())\n"
     )
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) < 2.0, f"{time.perf_counter() - start:.1f} s of wall clock"
 

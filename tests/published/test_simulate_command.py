@@ -23,10 +23,11 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return code, printed.out, printed.err
 
 
-def test_70b_on_512_gpus(capsys):
+@pytest.mark.parametrize("flags", [(), ("--offload-resident-fraction", "0")], ids=["auto", "more slots tried"])
+def test_70b_on_512_gpus(capsys, flags):
     """Layout, lanes, shares, days and every assumption, in seconds."""
     started = time.process_time()
-    code, out, _ = run(capsys, "--model", "70b", "--gpus", "512", "--profile", "h100x8", "--tokens", "1e12")
+    code, out, _ = run(capsys, "--model", "70b", "--gpus", "512", "--profile", "h100x8", "--tokens", "1e12", *flags)
     assert code == 0 and time.process_time() - started < 10
     for part in ("70.55 B parameters", "ranks: 512", "GPU share", "GPU-hours", "assumptions:", "estimates, not"):
         assert part in out
