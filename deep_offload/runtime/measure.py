@@ -216,7 +216,7 @@ def _rates(loops: Mapping[str, Callable[[], object]], seconds: float) -> dict[st
     def run(name: str, call: Callable[[], object]) -> None:
         start_line.wait()
         try:
-            while not stop.is_set():
+            while not (stop.is_set() and finished[name]):  # at least one, even where the cores came late
                 call()
                 finished[name].append(time.perf_counter())
         except BaseException as error:  # handed to the caller below
