@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from oracle import OracleParam, round_weight
 
 from deep_offload.config import OffloadConfig
+from deep_offload.model.hardware import profile_to_json
+from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.optimizer.torch import InterleavedAdamW
+from deep_offload.runtime.measure import fingerprint
 
 BETAS = (0.9, 0.95)
 
@@ -51,6 +55,27 @@ def groups_of(model: nn.Module) -> list[dict]:
         {"params": weights, "weight_decay": 0.1},
         {"params": biases, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0},
     ]
+
+
+def test_the_chosen_slots_are_used(tmp_path):
+    """With nothing resident the number of slots is the model's: eight are allocated, and the bits are those of one."""
+    machine = fingerprint(torch.device("cpu"), 1)
+    rates = replace(BUILT_IN_PROFILES["h200"], op_overhead_seconds=0.0, fingerprint=machine)
+    (tmp_path / "rates.json").write_text(profile_to_json(rates))
+    ends = []
+    for slots in ("auto", 1):
+        settings = dict(offload_gpu_share=1.0, offload_num_slots=slots, offload_profile=str(tmp_path / "rates.json"))
+        model = make_model()
+        optimizer = InterleavedAdamW(model.parameters(), offload=offload(**settings))
+        assert optimizer.engine.plan.num_slots == (8 if slots == "auto" else 1)
+        assert ("8 slots instead of 4 shorten" in optimizer.placement_lines[2]) == (slots == "auto")
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+        optimizer.close()
+    assert all(torch.equal(one, other) for one, other in zip(*ends))
 
 
 @pytest.mark.parametrize(

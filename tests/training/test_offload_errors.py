@@ -115,6 +115,6 @@ def test_dry_run_allocates_nothing_and_says_whether_it_fits():
     assert fits.stdout.splitlines()[-1] == "False 0", fits.stderr
     assert "predicted update" in fits.stdout
     assert "host bytes of a rank" in fits.stdout
-    small = run([*model, "--offload-host-budget-gib", "20"])
+    small = run([*model, "--offload-resident-fraction", "0", "--offload-host-budget-gib", "20"])
     assert small.returncode == 2
     assert "does not fit: optimizer state needs" in small.stdout
