@@ -29,7 +29,7 @@ COMMON = (
     "--min-lr 1e-4 --weight-decay 0.1 --adam-beta2 0.95 --mock-data --tokenizer-type NullTokenizer --vocab-size 500 "
     "--log-interval 1 --deterministic-mode --eval-interval 1000 --eval-iters 0 --clip-grad 0.5 --attention-dropout 0 "
     "--hidden-dropout 0 --overlap-grad-reduce --ddp-bucket-size 20000 --log-state-digest --interleaved-offload "
-    "--num-workers 0 --offload-cpu-threads 1"
+    "--num-workers 0 --offload-cpu-threads 1 --offload-resident-fraction 0"
 )
 """At least 4 buckets and 12 subgroups, boundaries inside parameters, clipping active."""
 

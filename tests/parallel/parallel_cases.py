@@ -34,7 +34,8 @@ COMMON = (
     "--lr-warmup-iters 1 --weight-decay 0.1 --adam-beta2 0.95 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 300 --make-vocab-size-divisible-by 8 --log-interval 1 --deterministic-mode --eval-interval 1000 "
     "--eval-iters 0 --clip-grad 0.5 --attention-dropout 0 --hidden-dropout 0 --ddp-bucket-size 9000 --log-state-digest "
-    "--interleaved-offload --offload-subgroup-numel 1500 --num-workers 0 --offload-cpu-threads 1"
+    "--interleaved-offload --offload-resident-fraction 0 --offload-subgroup-numel 1500 --num-workers 0 "
+    "--offload-cpu-threads 1"
 )
 LAYOUTS = {
     "one": (1, ""),
