@@ -53,7 +53,7 @@ class PostMortem:
         self._argv = list(sys.argv if argv is None else argv)
         self._lines: deque[str] = deque(maxlen=NUM_LINES)
         self._written: set[str] = set()
-        self._planned_bytes = (0, 0)
+        self._planned_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
     def keep(self, report: Callable[[str], None]) -> Callable[[str], None]:
         """Return `report` with every line kept for the directory."""
@@ -64,9 +64,9 @@ class PostMortem:
 
         return report_and_keep
 
-    def plan(self, host_bytes: int, device_bytes: int) -> None:
-        """Remember what the optimizer's state was to take."""
-        self._planned_bytes = (host_bytes, device_bytes)
+    def plan(self, read: Callable[[], tuple[int, int]]) -> None:
+        """Remember how to read the (host, device) bytes of optimizer state, which may change while a run goes on."""
+        self._planned_bytes = read
 
     def after_step(
         self,
@@ -131,7 +131,7 @@ class PostMortem:
         """Return what to change after an error that settings can prevent, None for others."""
         if not isinstance(error, torch.cuda.OutOfMemoryError):
             return None
-        device = self._planned_bytes[1] / 2**30
+        device = self._planned_bytes()[1] / 2**30
         model = "lower --micro-batch-size, or add --recompute-granularity full --recompute-method uniform"
         if not self._config.offload.interleaved_offload:
             return (
@@ -159,7 +159,7 @@ class PostMortem:
     def _memory_lines(self) -> list[str]:
         memory = read_host_memory()
         limit = "none" if memory.limit is None else f"{memory.limit / 2**30:.3f} GiB"
-        host, device = (value / 2**30 for value in self._planned_bytes)
+        host, device = (value / 2**30 for value in self._planned_bytes())
         lines = [
             f"host memory: {memory.resident / 2**30:.3f} GiB resident, peak {memory.peak / 2**30:.3f}, limit {limit}",
             f"planned optimizer state: {host:.3f} GiB host, {device:.3f} GiB device",

@@ -60,7 +60,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
         optimizer = _build_optimizer(config, chunks, report_first)
         connect(chunks, optimizer)
         scheduler = build_scheduler(config, optimizer)
-        postmortem.plan(*optimizer.memory_bytes())
+        postmortem.plan(optimizer.memory_bytes)
         save = config.checkpoint.save
         watch = MemoryWatch(ranks.rank, optimizer.memory_bytes()[0], None if save is None else Path(save))
         report = postmortem.keep(_report)

@@ -125,7 +125,7 @@ def test_gpu_memory_that_runs_out_names_the_budget(tmp_path, flags, words_of_adv
     """The cause and the flag that gives the model more room, with the bytes that the optimizer takes."""
     config = build_config(words(MODEL, flags, f"--save {tmp_path} --save-interval 2"), world_size=1)
     post = PostMortem(config, 1, ["pretrain_gpt.py"])
-    post.plan(1 << 30, 3 << 29)
+    post.plan(lambda: (1 << 30, 3 << 29))
     folder = post.on_error(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 6)
     report = (folder / "report.txt").read_text()
     assert "cause: out of GPU memory in iteration 7: CUDA out of memory. Tried to allocate 2.00 GiB." in report
