@@ -1,6 +1,7 @@
 """Subgroups that stay on the device from some step on keep every bit, and stop moving bytes."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -21,12 +22,20 @@ from engine_cases import (
     make_engine,
     make_model,
 )
-from loop_cases import train
+from loop_cases import COMMON as LOOP
+from loop_cases import LLAMA_LIKE, train
 from residency_cases import PLENTY, counts, device_of, paper_gpu
 
+from deep_offload.model.dry_run import forecast
+from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.model.residency import working_bytes
+from deep_offload.model.run import model_bytes
+from deep_offload.optimizer import build
 from deep_offload.optimizer.residency import NUM_STEPS, GpuMemory
 from deep_offload.plan.layout import build_layout
 from deep_offload.runtime.state import DeviceState
+from megatron.training.arguments import parse_args
+from megatron.training.dry_run import run_shape
 
 NUM_UPDATES = 10
 TYPES = {
@@ -248,6 +257,28 @@ def test_loop_stays_as_it_is(flags, at_start, at_peak, resident_run):
         got = train(f"{COMMON} {flags}", before_step=lambda optimizer: seen.append(counts(optimizer._engine)))
     assert got.digest == resident_run.digest and "placement changed" not in got.text
     assert seen[0] == seen[-1] and seen[0]["resident"] < sum(seen[0].values())
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0])
+def test_the_dry_run_says_what_a_run_does(part):
+    """With the memory of the profile's GPU, free but for weights and gradients, a run places as its dry run says."""
+    flags = f"{LLAMA_LIKE} {LOOP} {COMMON} {AUTO} --offload-gpu-share 0.5 --offload-num-slots 2 --train-iters 1"
+    config = parse_args(flags.split(), world_size=1).with_vocab(500)
+    model = model_bytes(run_shape(config))
+    numel = model.weights // 2
+    total = round((10.2 * part * numel + model.weights + model.gradients + 1.1 * working_bytes(model)) / 0.95)
+    profile = replace(BUILT_IN_PROFILES["h200"], gpu_memory_bytes=total, host_memory_bytes=0)
+    stage = forecast(run_shape(config), config.offload, profile).stages[0]
+    memory = GpuMemory(total - model.weights - model.gradients, total, reserved=0, allocated=0, peak=total)
+    seen = []
+    with (
+        mock.patch.object(build, "memory_reader", lambda _device: lambda: memory),
+        mock.patch.object(build, "profile_for_run", lambda *_unused, **_named: profile),
+    ):
+        train(flags, before_step=lambda optimizer: seen.append(optimizer._engine))
+    assert seen[0].settings.placement == stage.choice.placement
+    share = counts(seen[0])["resident"] / len(stage.choice.placement)
+    assert share == part if part in (0.0, 1.0) else 0 < share < part
 
 
 def test_without_a_gpu_nothing_is_resident():
