@@ -58,16 +58,22 @@ int64_t cut(const float* base, int64_t numel, int64_t part, int64_t num_parts) {
   return std::max<int64_t>(0, (even + offset) / unit * unit - offset);
 }
 
-// Call work(begin, end) for num_threads disjoint parts that cover [0, numel). Each part is one thread's, also where
-// OpenMP grants fewer threads than asked for.
+// Parts of one thread's share, and the least elements of a part where there are several: a thread that loses its core
+// for a while, to the one that launches kernels, say, leaves its share to the others instead of making all wait.
+constexpr int64_t kPartsPerThread = 16;
+constexpr int64_t kLeastPart = 32 * kPage;
+
+// Call work(begin, end) for disjoint parts that cover [0, numel), on num_threads threads or as many as OpenMP grants.
 template <class Work>
 void parallel(const float* base, int64_t numel, int num_threads, const Work& work) {
+  const int64_t num_parts =
+      num_threads * std::clamp<int64_t>(numel / (num_threads * kLeastPart), 1, kPartsPerThread);
 #pragma omp parallel num_threads(num_threads)
   {
     const IeeeMode ieee;
-#pragma omp for schedule(static)
-    for (int part = 0; part < num_threads; ++part) {
-      const int64_t begin = cut(base, numel, part, num_threads), end = cut(base, numel, part + 1, num_threads);
+#pragma omp for schedule(dynamic)
+    for (int64_t part = 0; part < num_parts; ++part) {
+      const int64_t begin = cut(base, numel, part, num_parts), end = cut(base, numel, part + 1, num_parts);
       if (begin < end) work(begin, end);
     }
   }

@@ -104,7 +104,7 @@ def test_lengths_and_alignments_never_change_a_bit(isa, grad_dtype, weight_dtype
             assert int((weight != 7.0).sum()) == int((view != 7.0).sum()), what
 
 
-@pytest.mark.parametrize("numel", [1, 33, 65537, 200_003])
+@pytest.mark.parametrize("numel", [1, 33, 65537, 200_003, 1_000_003])
 def test_threads_never_change_a_bit(isa, numel):
     """The cuts between threads leave no trace, with fewer elements than threads, too."""
     state, want = ordinary_case(numel, torch.bfloat16, torch.bfloat16)
