@@ -239,10 +239,10 @@ def _bad_sums(folder: Path) -> ValueError:
 
 def file_sha256(path: Path) -> str:
     """Return the hex digest of a file, read in pieces."""
-    digest = hashlib.sha256()
+    digest, piece = hashlib.sha256(), memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as file:
-        while piece := file.read(8 << 20):
-            digest.update(piece)
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
     return digest.hexdigest()
 
 
