@@ -1,0 +1,157 @@
+"""Rates corrected by measured updates: a profile that was wrong becomes the machine's that ran them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deep_offload.config import OffloadConfig
+from deep_offload.model import calibrate
+from deep_offload.model.calibrate import corrected_profile, rate_changes
+from deep_offload.model.choose import choose_placement
+from deep_offload.model.cost import StateFormat, op_seconds
+from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.model.trace import Expectation
+from deep_offload.plan.layout import ShardSpec, build_layout
+from deep_offload.plan.ops import Lane, OpKind
+from deep_offload.plan.placement import place_by_share
+from deep_offload.plan.planner import build_plan
+from deep_offload.plan.timeline import Span, Timeline
+
+LAYOUT = build_layout([ShardSpec(1 << 26, 2, 2)] * 52, 1 << 26)
+STATE = StateFormat(True, "param")
+TRUTH = BUILT_IN_PROFILES["h200"]
+TWO_RANKS = replace(
+    TRUTH,
+    num_gpus=2,
+    h2d_busy_bytes_per_s=31e9,
+    d2h_busy_bytes_per_s=31e9,
+    cpu_adam_param_busy_params_per_s=1.9e9,
+    dram_bytes_per_s=118e9,
+    host_dram_bytes_per_s=236e9,
+)
+"""As two ranks measure their host: each reaches less while the other one works."""
+
+
+def wrong(truth: HardwareProfile, cpu=1.0, up=1.0, down=1.0, gpu=1.0) -> HardwareProfile:
+    """The same machine, its lanes said to be so many times as fast."""
+    values = {}
+    for factor, prefix in ((cpu, "cpu_adam_"), (up, "h2d_"), (down, "d2h_"), (gpu, "gpu_adam_")):
+        for name in HardwareProfile.__slots__:
+            if name.startswith(prefix):
+                values[name] = factor * getattr(truth, name)
+    return replace(truth, **values)
+
+
+def expectation(profile, placement, slots=4, layout=LAYOUT, ranks=1) -> Expectation:
+    plan = build_plan(layout, placement, slots, op_seconds(layout, STATE, profile))
+    return Expectation(plan, layout, STATE, profile, ranks, 1.0, "cpu")
+
+
+def choice(profile, ranks=1):
+    config = OffloadConfig(interleaved_offload=True, offload_resident_fraction=0.0, offload_num_slots=4)
+    return choose_placement(LAYOUT, config, profile, can_split=True, num_ranks=ranks)
+
+
+OFF = [
+    dict(cpu=1.3),
+    dict(cpu=0.75, up=1.2),
+    dict(cpu=1.35, up=0.8, down=0.8),
+    dict(up=1.3, down=1.3),
+    dict(cpu=1.2, up=0.7, down=1.3, gpu=0.7),
+    dict(cpu=0.6, up=0.6, down=0.6),
+]
+
+
+@pytest.mark.parametrize("off", OFF, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrong_profile_is_corrected(ranks, off):
+    """From updates of the true machine, placed by a profile 20-40 % off, come its update within 3 % and its share."""
+    truth = TRUTH if ranks == 1 else TWO_RANKS
+    start = choice(wrong(truth, **off), ranks)
+    backward = 0.2
+    measured = expectation(truth, start.placement, ranks=ranks).timeline(backward)
+    believed = expectation(wrong(truth, **off), start.placement, ranks=ranks)
+    corrected = corrected_profile(believed, [measured] * 3)
+    again = replace(believed, profile=corrected).timeline(backward)
+    assert again.in_place_seconds == pytest.approx(measured.in_place_seconds, rel=0.03)
+    want, got = choice(truth, ranks), choice(corrected, ranks)
+    here, there = (expectation(truth, c.placement, ranks=ranks).timeline(backward) for c in (want, got))
+    assert abs(got.gpu_share - want.gpu_share) <= 1 / 8
+    assert there.in_place_seconds <= 1.03 * here.in_place_seconds
+
+
+def test_a_right_profile_stays():
+    """Updates just as predicted leave every rate but for rounding, and name no change."""
+    expected = expectation(TRUTH, place_by_share(52, 0.6))
+    corrected = corrected_profile(expected, [expected.timeline(0.2)])
+    for name in HardwareProfile.__slots__:
+        if name.endswith("_per_s"):
+            assert getattr(corrected, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3), name
+    assert rate_changes(TRUTH, corrected, "param") == []
+    assert corrected.source == f"{TRUTH.source}, measured by 1 updates of training"
+    assert corrected_profile(replace(expected, profile=corrected), [expected.timeline(0.2)] * 10).source.endswith(
+        f"{TRUTH.source}, measured by 10 updates of training"
+    )
+
+
+def test_lanes_without_work_keep_their_rates():
+    """All on the CPU says nothing about GPU updates; all streamed nothing about CPU updates."""
+    for share, kept in ((0.0, "gpu_adam_params_per_s"), (1.0, "cpu_adam_param_params_per_s")):
+        placement = place_by_share(52, share)
+        measured = expectation(TRUTH.scaled(0.8), placement).timeline(0.2)
+        corrected = corrected_profile(expectation(TRUTH, placement), [measured])
+        assert getattr(corrected, kept) == getattr(TRUTH, kept)
+        assert corrected.h2d_busy_bytes_per_s == pytest.approx(0.8 * TRUTH.h2d_busy_bytes_per_s, rel=0.02)
+
+
+def test_corrections_are_bounded():
+    """A machine that stood still for a while changes no rate by more than a factor of two."""
+    placement = place_by_share(52, 0.5)
+    for factor, bound in ((0.1, 0.5), (10.0, 2.0)):
+        measured = expectation(TRUTH.scaled(factor), placement).timeline(0.2)
+        corrected = corrected_profile(expectation(TRUTH, placement), [measured])
+        assert corrected.cpu_adam_param_busy_params_per_s == bound * TRUTH.cpu_adam_param_busy_params_per_s
+        assert corrected.h2d_bytes_per_s == bound * TRUTH.h2d_bytes_per_s
+
+
+def test_one_slow_update_does_not_count():
+    """Medians over the steps: an update that met another job changes nothing."""
+    expected = expectation(TRUTH, place_by_share(52, 0.5))
+    fine, slow = expected.timeline(0.2), expectation(TRUTH.scaled(0.3), expected.plan.placement).timeline(0.2)
+    assert corrected_profile(expected, [fine, slow, fine]) == replace(
+        corrected_profile(expected, [fine] * 3), source=f"{TRUTH.source}, measured by 3 updates of training"
+    )
+
+
+def test_only_the_slow_lane_is_blamed():
+    """CPU updates that take 20.8 ms where 18.0 were predicted change the CPU's rates alone, and the text says so."""
+    expected = expectation(TRUTH, place_by_share(52, 0.5))
+    spans = [
+        Span(s.op, s.start, s.start + s.seconds * (20.8 / 18.0 if s.op.kind is OpKind.UPDATE_CPU else 1.0))
+        for s in expected.timeline(0.2).spans
+    ]
+    corrected = corrected_profile(expected, [Timeline(tuple(spans))])
+    ratio = corrected.cpu_adam_param_busy_params_per_s / TRUTH.cpu_adam_param_busy_params_per_s
+    assert ratio == pytest.approx(18.0 / 20.8, rel=0.08)  # what it leaves of the memory is there for all lanes
+    (text,) = rate_changes(TRUTH, corrected, "param")
+    assert text.startswith("CPU updates run at 2.0") and text.endswith("instead of 2.50 G parameters/s")
+    before, after = (_cpu_seconds(e) for e in (expected, replace(expected, profile=corrected)))
+    assert after == pytest.approx(20.8 / 18.0 * before, rel=0.01)
+
+
+def _cpu_seconds(expected: Expectation) -> float:
+    spans = expected.timeline(0.2).spans
+    return sum(span.seconds for span in spans if span.op.kind is OpKind.UPDATE_CPU)
+
+
+def test_a_forgotten_lane_is_noticed(monkeypatch):
+    """Without the CPU's factor the corrected profile misses the measured update."""
+    monkeypatch.setitem(calibrate._RATES, Lane.CPU, ())
+    placement = place_by_share(52, 0.4)
+    measured = expectation(TRUTH, placement).timeline(0.2)
+    believed = expectation(wrong(TRUTH, cpu=1.4), placement)
+    got = replace(believed, profile=corrected_profile(believed, [measured])).timeline(0.2)
+    assert abs(got.in_place_seconds / measured.in_place_seconds - 1) > 0.1
