@@ -21,8 +21,8 @@ from deep_offload.model.trace import Expectation, UpdateFacts
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
 from deep_offload.optimizer.checkpoint_state import ParamState
 from deep_offload.optimizer.digest import DigestEntry, EntryHasher, combine
-from deep_offload.optimizer.drift import ProfileDrift
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
+from deep_offload.optimizer.follow import PlacementFollower
 from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BufferMap
 from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
@@ -79,8 +79,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._copies = _runs(buffers, counted=False)
         self._passes = TrainingPasses(chunks, buffers, engine)
         self._check = UpdateCheck(engine, verify_interval)
-        self._drift = ProfileDrift(engine.expected, log)
-        self._log = log
+        self._follower = PlacementFollower(engine, log)
         self._growth = growth
         self._scaler = _grad_scaler(config, self._device)
 
@@ -114,6 +113,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
             self.before_update()
         self._check.before(self._step)
         self._engine.update([self._adam_class(g) for g in self.param_groups], self._group_of, coefficient / scale)
+        self._follower.count_update()
         self._check.after(self._step)
         return True, norm, num_zeros
 
@@ -129,27 +129,31 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         forward pass ends: no backward pass begins before, not even of another chunk. Where gathers of parameters are
         not overlapped, all of it happens here.
         """
-        self._grow_residents()
+        self._adapt_placement()
         self._engine.marks.begin()
         self._passes.begin_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Wait until gradients may be overwritten and parameters are in place on all ranks; call it before DDP
         zeroes, in loops that do not use `begin_step`."""
-        self._grow_residents()
+        self._adapt_placement()
         self._engine.marks.begin()
         self._passes.settle()
 
     @torch.no_grad()
-    def _grow_residents(self) -> None:
-        """Once the first steps have shown their peak: nothing of an iteration is under way here."""
-        if self._growth is None or not self._growth.is_due:
-            return
-        self.synchronize()
-        lines = self._growth.grow()
-        if lines:
-            self._lines = tuple(lines)
-            self._drift = ProfileDrift(self._engine.expected, self._log)
+    def _adapt_placement(self) -> None:
+        """Once the first steps have shown their peak, and once updates were measured: nothing of an iteration is under
+        way here. All ranks come to this at the same steps, so that they may synchronize."""
+        if self._growth is not None and self._growth.is_due:
+            self.synchronize()
+            lines = self._growth.grow()
+            if lines:
+                self._lines = tuple(lines)
+                self._follower.forget()
+        self._follower.look()
+        if self._follower.is_due:
+            self.synchronize()
+            self._lines = tuple(self._follower.follow()) or self._lines
 
     def synchronize(self) -> None:
         """Make state and parameters final: before evaluation, checkpoints, exit."""
@@ -347,7 +351,6 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         fields = [("offload wait (ms)", f"{self._engine.wait_seconds * 1e3:.1f}")]
         update = self.last_update()
         if update is not None:
-            self._drift.add(update)
             fields.append(("offload update", str(update)))
         return fields
 

@@ -85,6 +85,14 @@ def profile_for_run(
     return profile
 
 
+def keep_profile(profile: HardwareProfile, log: Callable[[str], None] = lambda _line: None) -> bool:
+    """Let the next start on the profile's machine go by it; returns whether it will.
+
+    Several ranks may call this: the last one's is kept.
+    """
+    return bool(profile.fingerprint) and _write_profile(cache_file(profile.fingerprint), profile, log)
+
+
 def _given_profile(given: str, machine: str) -> HardwareProfile:
     if given in BUILT_IN_PROFILES:
         raise ValueError(
@@ -120,8 +128,8 @@ def _cached_profile(path: Path, machine: str, log: Callable[[str], None]) -> Har
     return profile
 
 
-def _write_profile(path: Path, profile: HardwareProfile, log: Callable[[str], None]) -> None:
-    """Write the whole file at once: other ranks of this host may be doing the same."""
+def _write_profile(path: Path, profile: HardwareProfile, log: Callable[[str], None]) -> bool:
+    """Write the whole file at once: other ranks of this host may be doing the same. Returns whether it is there."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,6 +137,8 @@ def _write_profile(path: Path, profile: HardwareProfile, log: Callable[[str], No
         os.replace(temporary, path)
     except OSError as error:
         log(f"the hardware profile could not be kept in {path} ({error.strerror}); set DEEP_OFFLOAD_CACHE")
+        return False
+    return True
 
 
 def measure_profile(

@@ -1,0 +1,105 @@
+"""Rates follow what updates measure: the profile is corrected, for this run and for the next start on this machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from deep_offload.model.calibrate import corrected_profile, rate_changes
+from deep_offload.optimizer.engine import OffloadEngine
+from deep_offload.optimizer.residency import expectation, placement_line
+from deep_offload.plan.timeline import Timeline
+from deep_offload.runtime.measure import keep_profile
+
+NUM_UPDATES = 10
+"""Updates whose medians count: a single one may have met another job on the machine."""
+
+LEAST_UPDATES = 5
+"""So many of them must have been measured, where others were skipped or ran before the placement changed."""
+
+INTERVAL = 100
+"""Updates from one look at the prediction to the next: machines that others share drift within hours."""
+
+TOLERANCE = 1.1
+"""Predictions that are off by less are left alone once the rates are corrected, and not worth a line."""
+
+SHORTEST_SECONDS = 0.1
+"""Shorter updates are made of overheads, which no profile holds."""
+
+
+class PlacementFollower:
+    """Compares measured updates with the prediction, and corrects what it was made of.
+
+    Between iterations: `look`, then `if is_due: synchronize, then follow`. Each rank decides for itself, at the same
+    updates: no bit depends on it. Without a GPU nothing is believed: lanes and compute share the cores there, and no
+    rates could hold.
+    """
+
+    def __init__(self, engine: OffloadEngine, log: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._log = log
+        self._num_updates = 0
+        self._due = NUM_UPDATES
+        self._is_corrected = False
+        self._steps: list[Timeline] = []
+
+    def count_update(self) -> None:
+        """An update is with the lanes."""
+        self._num_updates += 1
+
+    def forget(self) -> None:
+        """The placement has changed: what was measured before says nothing about it."""
+        self._steps.clear()
+
+    def look(self) -> None:
+        """Take in the last update that is complete, if it is one of those that count; waits for nothing."""
+        if self._is_on and self._due - NUM_UPDATES < self._num_updates < self._due:
+            self._take()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `follow` decides now; the same on all ranks."""
+        return self._is_on and self._num_updates >= self._due
+
+    def follow(self) -> list[str]:
+        """Decide and do it; returns the lines that describe placement and prediction since, none if all stays."""
+        self._take()
+        steps, self._steps = self._steps, []
+        self._due += INTERVAL * (1 + (self._num_updates - self._due) // INTERVAL)
+        expected = self._engine.expected
+        if expected is None or len(steps) < LEAST_UPDATES:
+            return []
+        measured, predicted = statistics.median(t.in_place_seconds for t in steps), expected.update_seconds
+        is_off = max(measured, predicted) > TOLERANCE * min(measured, predicted)
+        if max(measured, predicted) < SHORTEST_SECONDS or (self._is_corrected and not is_off):
+            return []
+        return self._correct(steps, measured, is_off)
+
+    def _correct(self, steps: Sequence[Timeline], measured: float, is_off: bool) -> list[str]:
+        engine, before = self._engine, self._engine.expected
+        assert before is not None
+        profile = corrected_profile(before, steps)
+        is_kept = keep_profile(profile, self._log)
+        self._is_corrected = True
+        engine.expected = expectation(replace(before, profile=profile), engine)
+        if not is_off:
+            return []
+        why = ", ".join(rate_changes(before.profile, profile, before.state.wire)) or "no lane is slower than its rate"
+        line = (
+            f"updates take {measured * 1e3:.0f} ms where {before.update_seconds * 1e3:.0f} ms were predicted: {why}; "
+            f"with the rates of {len(steps)} updates {engine.expected.update_seconds * 1e3:.0f} ms are predicted"
+            + ("; the next start on this machine goes by them" if is_kept else "")
+        )
+        self._log(line)
+        return [placement_line(engine.layout, engine.settings.placement), line]
+
+    @property
+    def _is_on(self) -> bool:
+        expected = self._engine.expected
+        return expected is not None and expected.profile.num_gpus > 0
+
+    def _take(self) -> None:
+        timeline = self._engine.finished_timeline()
+        if timeline is not None and timeline.update_spans:
+            self._steps.append(timeline)

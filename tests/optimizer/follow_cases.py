@@ -1,0 +1,45 @@
+"""Machines on paper whose updates are simulated, so that an engine without a GPU follows what they measure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from deep_offload.model.hardware import HardwareProfile
+from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.optimizer import build, follow
+from deep_offload.optimizer.engine import OffloadEngine
+
+MACHINE = replace(BUILT_IN_PROFILES["h200"], fingerprint="a machine on paper", op_overhead_seconds=1e-9)
+"""Without overheads, so that tiny subgroups have the proportions of large ones."""
+
+
+def wrong(truth: HardwareProfile, cpu: float = 1.0, up: float = 1.0, down: float = 1.0) -> HardwareProfile:
+    """The same machine, its lanes said to be so many times as fast."""
+    values = {}
+    for factor, prefix in ((cpu, "cpu_adam_"), (up, "h2d_"), (down, "d2h_")):
+        for name in HardwareProfile.__slots__:
+            if name.startswith(prefix):
+                values[name] = factor * getattr(truth, name)
+    return replace(truth, **values)
+
+
+@contextlib.contextmanager
+def paper_machine(truth: HardwareProfile, believed: HardwareProfile) -> Iterator[None]:
+    """Runs inside are placed by `believed`, and each update that ends is measured as `truth` would have run it."""
+    finished = OffloadEngine.finished_timeline
+
+    def measured(self: OffloadEngine) -> Any:
+        if finished(self) is None or self.expected is None:
+            return None
+        return replace(self.expected, profile=truth).timeline(1e-3)
+
+    with (
+        mock.patch.object(build, "profile_for_run", lambda *_unused, **_named: believed),
+        mock.patch.object(OffloadEngine, "finished_timeline", measured),
+        mock.patch.object(follow, "SHORTEST_SECONDS", 0.0),
+    ):
+        yield
