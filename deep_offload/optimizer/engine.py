@@ -24,6 +24,7 @@ from deep_offload.plan.planner import OpSeconds, build_plan
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 from deep_offload.plan.timeline import Timeline
 from deep_offload.runtime.lanes import CudaDevice, HostDevice, LaneBackend
+from deep_offload.runtime.moves import move_state
 from deep_offload.runtime.state import DeviceState, HostState, StatePlan
 from deep_offload.runtime.worker import DeviceBuffers, StepInputs, SubgroupWorker
 
@@ -64,6 +65,8 @@ class EngineSettings:
     split_master: bool
     wire_dtype: torch.dtype
     num_threads: int
+    reserved: frozenset[int] = frozenset()
+    """Subgroups whose host arrays let the CPU update them after a `move`."""
 
 
 class OffloadEngine:
@@ -92,13 +95,13 @@ class OffloadEngine:
         self._shards = tuple(shards)
         self._device = shards[0].param.device if shards else device or torch.device("cpu")
         self._seconds = seconds
-        self.plan = self._checked_plan(settings.placement)
+        self.plan = self._checked_plan(settings, seconds)
         self._buffers = DeviceBuffers(
             [self._view(s, "param") for s in layout.subgroups], [self._view(s, "grad") for s in layout.subgroups]
         )
-        self._state_plan = StatePlan(
-            layout, settings.placement, settings.split_master, settings.wire_dtype, tuple(s.param.dtype for s in shards)
-        )
+        param_dtypes = tuple(s.param.dtype for s in shards)
+        how = settings.placement, settings.split_master, settings.wire_dtype, param_dtypes, settings.reserved
+        self._state_plan = StatePlan(layout, *how)
         self._on_gpu = on_gpu = self._device.type == "cuda"
         # The device first: where it has no room, no host memory was pinned in vain.
         self._device_state = DeviceState(self._state_plan, settings.num_slots, self._device)
@@ -242,9 +245,39 @@ class OffloadEngine:
         """
         settings = replace(self.settings, placement=with_residents(self.settings.placement, count))
         state_plan = replace(self._state_plan, placement=settings.placement)
-        plan = self._checked_plan(settings.placement)
+        plan = self._checked_plan(settings, self._seconds)
         self._drop_run()
         self._device_state.keep(state_plan, self._host)
+        self._use(settings, state_plan, plan)
+
+    def can_move(self, placement: Placement) -> bool:
+        """Whether `move` may be asked for it: residents are the same, and what was allocated at the start serves it."""
+        same = all(
+            (old is Place.RESIDENT) == (new is Place.RESIDENT) for old, new in zip(self.settings.placement, placement)
+        )
+        plan = replace(self._state_plan, placement=placement)
+        return same and self._device_state.holds(plan) and self._host.holds(plan)
+
+    def move(self, placement: Placement, seconds: OpSeconds | None = None) -> None:
+        """From now on offloaded subgroups are updated where `placement` says; no bit of their state changes.
+
+        Call it between iterations, with parameters settled, for a placement that it `can_move` to. All memory stays as
+        it is. seconds: costs to order copies by from now on; None: as before. Raises torch.OutOfMemoryError, with
+        nothing changed.
+        """
+        assert self.can_move(placement)
+        self._drop_run()
+        num_slots = max(1, min(self.settings.num_slots, len(self._device_state.slots)))
+        settings = replace(self.settings, placement=placement, num_slots=num_slots)
+        state_plan = replace(self._state_plan, placement=placement)
+        seconds = seconds or self._seconds
+        plan = self._checked_plan(settings, seconds)
+        move_state(self._host, self._state_plan, state_plan, self._buffers.weights)
+        self._seconds = seconds
+        self._use(settings, state_plan, plan)
+
+    def _use(self, settings: EngineSettings, state_plan: StatePlan, plan: Plan) -> None:
+        """Work by another plan, whose state is in place."""
         self.settings, self._state_plan, self.plan = settings, state_plan, plan
         self._worker = SubgroupWorker(
             state_plan, self._host, self._device_state, self._buffers, settings.num_threads, self._worker.traffic
@@ -361,8 +394,8 @@ class OffloadEngine:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _checked_plan(self, placement: Placement) -> Plan:
-        plan = build_plan(self.layout, placement, self.settings.num_slots, self._seconds, self.late_subgroups)
+    def _checked_plan(self, settings: EngineSettings, seconds: OpSeconds | None) -> Plan:
+        plan = build_plan(self.layout, settings.placement, settings.num_slots, seconds, self.late_subgroups)
         check_plan(plan)
         return plan
 

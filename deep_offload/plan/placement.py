@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from deep_offload.plan.ops import Place, Placement
 
 
@@ -17,6 +19,22 @@ def place_by_share(num_subgroups: int, gpu_share: float, resident_fraction: floa
     return (Place.RESIDENT,) * residents + tuple(
         Place.GPU if (j + 1) * on_gpu // offloaded > j * on_gpu // offloaded else Place.CPU for j in range(offloaded)
     )
+
+
+def place_among(placement: Placement, movable: Sequence[int], num_cpu: int) -> Placement:
+    """The same residents; of all others the CPU updates `num_cpu` of the `movable` ones, spread evenly, and no more."""
+    to_gpu = set(spread(movable, len(movable) - num_cpu))
+    on_cpu = set(movable) - to_gpu
+    return tuple(
+        place if place is Place.RESIDENT else Place.CPU if i in on_cpu else Place.GPU
+        for i, place in enumerate(placement)
+    )
+
+
+def spread(items: Sequence[int], count: int) -> list[int]:
+    """`count` of the items, as evenly spread as can be (Bresenham)."""
+    num = len(items)
+    return [item for j, item in enumerate(items) if (j + 1) * count // num > j * count // num]
 
 
 def place_by_stride(num_subgroups: int, stride: int | None, resident_fraction: float = 0.0) -> Placement:

@@ -11,7 +11,7 @@ from deep_offload.kernels import reference
 from deep_offload.model.memory import UPCAST_STAGING_NUMEL
 from deep_offload.plan.layout import MasterStorage, ShardLayout, Subgroup
 from deep_offload.plan.ops import Place, Placement
-from deep_offload.plan.storage import GRAD, MASTER, WEIGHT_OUT, Field, host_fields, state_fields, storage_of
+from deep_offload.plan.storage import EXP_AVG, GRAD, MASTER, WEIGHT_OUT, Field, host_fields, state_fields, storage_of
 from deep_offload.runtime.arena import ArraySpec, HostArena
 
 Arrays = dict[str, torch.Tensor]
@@ -28,15 +28,26 @@ class StatePlan:
     wire_dtype: torch.dtype
     param_dtypes: tuple[torch.dtype, ...]
     """Type of the parameters of each shard."""
+    reserved: frozenset[int] = frozenset()
+    """Subgroups that the CPU may update later, whatever their place: they own the host arrays which that takes."""
 
     def storage(self, subgroup: Subgroup) -> MasterStorage:
         split = self.split_master and self.param_dtypes[subgroup.shard] == torch.bfloat16
         return storage_of(self.placement[subgroup.index], subgroup, split)
 
     def host_arrays(self, subgroup: Subgroup) -> list[tuple[Field, torch.dtype]]:
+        """Arrays in host memory as its place uses them."""
+        return self._arrays_at(self.placement[subgroup.index], subgroup)
+
+    def owned_arrays(self, subgroup: Subgroup) -> list[tuple[Field, torch.dtype]]:
+        """Arrays in host memory as they are allocated: those of its place, or of a CPU's subgroup if it may become one;
+        they serve a streamed one too."""
+        is_reserved = subgroup.index in self.reserved
+        return self._arrays_at(Place.CPU if is_reserved else self.placement[subgroup.index], subgroup)
+
+    def _arrays_at(self, place: Place, subgroup: Subgroup) -> list[tuple[Field, torch.dtype]]:
         wire = self.wire_dtype if subgroup.grad_bytes == 2 else torch.float32
         split = self.storage(subgroup) is MasterStorage.SPLIT
-        place = self.placement[subgroup.index]
         return [(f, self._dtype(f, subgroup, wire)) for f in host_fields(place, subgroup, split, wire.itemsize)]
 
     @property
@@ -61,12 +72,34 @@ class HostState:
         wanted = [
             (s.index, f.name, ArraySpec(s.numel, dtype))
             for s in plan.layout.subgroups
-            for f, dtype in plan.host_arrays(s)
+            for f, dtype in plan.owned_arrays(s)
         ]
         self._arena = HostArena([spec for _, _, spec in wanted], pin=pin, num_threads=num_threads, warn=warn)
-        self.arrays: list[Arrays] = [{} for _ in plan.layout.subgroups]
+        self._owned: list[Arrays] = [{} for _ in plan.layout.subgroups]
         for (index, name, _), array in zip(wanted, self._arena.arrays, strict=True):
-            self.arrays[index][name] = array
+            self._owned[index][name] = array
+        self.arrays: list[Arrays] = []
+        self.use(plan)
+
+    def use(self, plan: StatePlan) -> None:
+        """From now on `arrays` are those of the plan's places; where it keeps a narrower master, it lies at the start
+        of the wide one's bytes."""
+        self.arrays = [
+            {f.name: self._owned[s.index][f.name].view(dtype)[: s.numel] for f, dtype in plan.host_arrays(s)}
+            for s in plan.layout.subgroups
+        ]
+
+    def holds(self, plan: StatePlan) -> bool:
+        """Whether every subgroup owns the arrays that its place in the plan takes."""
+        return all(
+            f.name in self._owned[s.index] and self._owned[s.index][f.name].nbytes >= s.numel * f.itemsize
+            for s in plan.layout.subgroups
+            for f, _ in plan.host_arrays(s)
+        )
+
+    def owned(self, i: int, name: str) -> torch.Tensor:
+        """An array of subgroup i as it was allocated."""
+        return self._owned[i][name]
 
     @property
     def num_bytes(self) -> int:
@@ -78,6 +111,7 @@ class HostState:
 
     def close(self) -> None:
         self.arrays.clear()
+        self._owned.clear()
         self._arena.close()
 
 
@@ -104,6 +138,17 @@ class DeviceState:
     def num_bytes(self) -> int:
         """Bytes of resident state and slots."""
         return sum(a.nbytes for arrays in (*self.resident, *self.slots) for a in arrays.values())
+
+    def holds(self, plan: StatePlan) -> bool:
+        """Whether slots and upcast buffer, as they are, serve the plan's placement."""
+        streamed = [s for s in plan.layout.subgroups if plan.placement[s.index] is Place.GPU]
+        if plan.needs_upcast and self.upcast is None:
+            return False
+        if not streamed or not self.slots:
+            return not streamed
+        slot = self.slots[0]
+        master_bytes = max(s.numel * plan.storage(s).bytes_per_param for s in streamed)
+        return max(s.numel for s in streamed) <= slot[EXP_AVG].numel() and master_bytes <= slot[MASTER].nbytes
 
     def keep(self, plan: StatePlan, host: HostState) -> None:
         """Take in the state of subgroups that are resident from now on, and release slots that nobody needs any more.

@@ -36,6 +36,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     grad_dtype: torch.dtype = torch.bfloat16
     device: str = "cpu"
+    reserve: bool = False
+    """Every subgroup owns the host memory that lets the CPU update it after a move."""
     fixed_scale: float | None = None
     """Multiplier of the gradients instead of the clip coefficient, whose bits depend on the device's summation."""
 
@@ -79,7 +81,8 @@ def make_engine(case: Case, model: Model, warn=None) -> OffloadEngine:
     else:
         placement = place_by_share(num, case.share or 0.0, case.resident)
     wire = torch.float32 if case.wire == "fp32" else case.grad_dtype
-    settings = EngineSettings(placement, case.slots, case.split, wire, case.threads)
+    reserved = frozenset(range(num)) if case.reserve else frozenset()
+    settings = EngineSettings(placement, case.slots, case.split, wire, case.threads, reserved)
     return OffloadEngine(model.shards, layout, settings, warn=warn or _no_warning)
 
 
