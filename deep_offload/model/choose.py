@@ -21,7 +21,7 @@ from deep_offload.model.performance import DRAM, best_prediction, lane_costs
 from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
-from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride
+from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride, spread
 from deep_offload.plan.planner import build_plan
 from deep_offload.plan.timeline import Timeline
 
@@ -38,6 +38,13 @@ _MANY_SLOTS_GAIN = 0.02
 _UNASKED_SHARE = 0.25
 """Part of the free device memory that the larger number may take where no budget was given: activations of the first
 step are still to come."""
+
+
+_RESERVED_SHARE = 1 / 8
+"""How far the GPU's share may fall below the one at the start."""
+
+_RESERVE_LIMIT = 0.9
+"""Part of the host's limit up to which a reserve is taken: it must not press on what a run needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,8 @@ class Choice:
     host_bytes: HostBytes
     device_bytes: DeviceBytes
     why: str
+    reserved: frozenset[int] = frozenset()
+    """Streamed subgroups whose host bytes let the CPU update them later."""
 
     @property
     def state(self) -> StateFormat:
@@ -100,6 +109,12 @@ class Compute:
     other: float = 0.0
 
 
+def is_share_free(config: OffloadConfig) -> bool:
+    """Whether the GPU's share is for us to find, and to change."""
+    is_open = config.offload_gpu_share == "auto" and config.offload_stride == "auto"
+    return config.interleaved_offload and is_open
+
+
 def choose_placement(
     layout: ShardLayout,
     config: OffloadConfig,
@@ -111,6 +126,7 @@ def choose_placement(
     can_split: bool = False,
     num_ranks: int = 1,
     compute: Compute | None = None,
+    may_move: bool = False,
 ) -> Choice:
     """Choose wire, storage, residents and GPU share for one rank; settings that are not `auto` are kept.
 
@@ -118,14 +134,14 @@ def choose_placement(
     of the device, which more slots than are needed must respect; None: unknown, then a part of the budget.
     can_split: 16-bit parameters are bf16, so that their master may be split. num_ranks: ranks of this host at work.
     compute: what surrounds the update; None: unknown, then no forward pass and a backward pass just as long as all
-    gradients' way to the host.
+    gradients' way to the host. may_move: the share may change between steps: host bytes are reserved for a lower one.
     Raises ValueError, one sentence with numbers and the flag to change, when the settings contradict the types or
     the state does not fit.
     """
     if spare_device_bytes is None and config.offload_device_budget_gib is None and device_budget_bytes is not None:
         spare_device_bytes = int(_UNASKED_SHARE * device_budget_bytes)
     limits = Limits(device_budget_bytes, host_limit_bytes, spare_device_bytes)
-    search = _Search(layout, config, profile, limits, num_ranks, compute)
+    search = _Search(layout, config, profile, limits, num_ranks, compute, may_move)
     state = StateFormat(_choose_split(layout, config, can_split), "fp32")
     if config.interleaved_offload:
         state = StateFormat(state.split_master, _choose_wire(layout, config, profile, state, num_ranks))
@@ -173,6 +189,7 @@ class _Search:
     limits: Limits
     num_ranks: int
     compute: Compute | None
+    may_move: bool
     played: dict[tuple[Placement, StateFormat, int], Simulation] = field(default_factory=dict)
 
     @property
@@ -201,7 +218,20 @@ class _Search:
         else:
             near, why = self._best_of_shares(residents, state)
         placement, num_slots, why_slots = self._with_slots(near, state)
-        return self._choice(placement, state, num_slots, why + why_slots + why_residents)
+        reserved = self._reserve(placement, state)
+        return self._choice(placement, state, num_slots, why + why_slots + why_residents, reserved)
+
+    def _reserve(self, placement: Placement, state: StateFormat) -> frozenset[int]:
+        """Streamed subgroups that a lower share would leave to the CPU, if the host has room for them."""
+        if not self.may_move or not is_share_free(self.config) or self.profile.num_gpus == 0:
+            return frozenset()
+        if Place.CPU not in placement and any(state.needs_upcast(s) for s in self.layout.subgroups):
+            return frozenset()  # there is no buffer for upcasts, which the CPU's gradients would take
+        streamed = [i for i, place in enumerate(placement) if place is Place.GPU]
+        offloaded = sum(place is not Place.RESIDENT for place in placement)
+        reserved = frozenset(spread(streamed, min(len(streamed), int(_RESERVED_SHARE * offloaded))))
+        total, limit = host_state_bytes(self.layout, placement, state, reserved).total, self.limits.host_bytes
+        return reserved if limit is None or total <= _RESERVE_LIMIT * limit else frozenset()
 
     def _best_of_shares(self, residents: int, state: StateFormat) -> tuple[list[Placement], str]:
         """The best placement with this many residents, and those around it that fit."""
@@ -373,7 +403,14 @@ class _Search:
                 "raise --offload-host-budget-gib, or use more data-parallel ranks"
             )
 
-    def _choice(self, placement: Placement, state: StateFormat, num_slots: int, why: str) -> Choice:
+    def _choice(
+        self,
+        placement: Placement,
+        state: StateFormat,
+        num_slots: int,
+        why: str,
+        reserved: frozenset[int] = frozenset(),
+    ) -> Choice:
         share = gpu_share_of(placement)
         num_streamed = sum(place is Place.GPU for place in placement)
         played = self._simulate(placement, state, num_slots)
@@ -394,9 +431,10 @@ class _Search:
             predicted_iteration_seconds=played.iteration_seconds,
             binding_lane=lane,
             lane_shares=lanes,
-            host_bytes=host_state_bytes(self.layout, placement, state),
+            host_bytes=host_state_bytes(self.layout, placement, state, reserved),
             device_bytes=device_state_bytes(self.layout, placement, state, num_slots),
             why=why,
+            reserved=reserved,
         )
 
 

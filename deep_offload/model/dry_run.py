@@ -96,6 +96,7 @@ def _stage(
         host_limit_bytes=budget_bytes(config.offload_host_budget_gib) or (profile.host_memory_bytes // ranks or None),
         can_split=run.is_bf16,
         num_ranks=ranks,
+        may_move=True,
         compute=Compute(compute.forward, compute.backward, compute.iteration - compute.forward - compute.backward),
     )
     iteration = choice.predicted_iteration_seconds
@@ -178,7 +179,8 @@ def describe_stage(stage: StageForecast, result: Forecast) -> list[str]:
         f"{where}host bytes of a rank: {format_bytes(host.total)}{host_limit} = master "
         f"{format_bytes(host.master)}, exp_avg {format_bytes(host.exp_avg)}, exp_avg_sq "
         f"{format_bytes(host.exp_avg_sq)}, gradients {format_bytes(host.grad)}, outgoing weights "
-        f"{format_bytes(host.weight)}, page rounding {format_bytes(host.rounding)}",
+        f"{format_bytes(host.weight)}, page rounding {format_bytes(host.rounding)}, reserve for a lower GPU share "
+        f"{format_bytes(host.reserve)}",
     ]
 
 

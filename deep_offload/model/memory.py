@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from deep_offload.model.cost import StateFormat
@@ -63,10 +63,12 @@ class HostBytes:
     weight: int
     rounding: int
     """What whole pages add to the arrays."""
+    reserve: int = 0
+    """What streamed subgroups own beyond that, so that the CPU may update them later; whole pages."""
 
     @property
     def total(self) -> int:
-        return self.master + self.exp_avg + self.exp_avg_sq + self.grad + self.weight + self.rounding
+        return self.state + self.grad + self.weight + self.rounding + self.reserve
 
     @property
     def state(self) -> int:
@@ -74,11 +76,17 @@ class HostBytes:
         return self.master + self.exp_avg + self.exp_avg_sq
 
 
-def host_state_bytes(layout: ShardLayout, placement: Placement, state: StateFormat) -> HostBytes:
-    """Host bytes of every subgroup: exactly what the pinned arena holds. Residents take none."""
+def host_state_bytes(
+    layout: ShardLayout, placement: Placement, state: StateFormat, reserved: Collection[int] = ()
+) -> HostBytes:
+    """Host bytes of every subgroup: exactly what the pinned arena holds. Residents take none.
+
+    reserved: streamed subgroups that own what the CPU's update takes.
+    """
     subgroups = tuple(_host_bytes(s, place, state) for s, place in zip(layout.subgroups, placement))
     kinds = [sum(column) for column in zip(*(s.arrays for s in subgroups))] or [0] * 5
-    return HostBytes(subgroups, *kinds, rounding=sum(s.total for s in subgroups) - sum(kinds))
+    at_most = [_host_bytes(layout.subgroups[i], Place.CPU, state).total - subgroups[i].total for i in reserved]
+    return HostBytes(subgroups, *kinds, sum(s.total for s in subgroups) - sum(kinds), sum(at_most))
 
 
 def _host_bytes(subgroup: Subgroup, place: Place, state: StateFormat) -> SubgroupHostBytes:

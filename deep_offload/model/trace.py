@@ -11,7 +11,7 @@ from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes
 from deep_offload.model.performance import share_of_bound
-from deep_offload.model.simulator import simulate
+from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Plan
@@ -71,7 +71,11 @@ class Expectation:
 
     def timeline(self, backward_seconds: float, forward_seconds: float = 0.0) -> Timeline:
         """The second of two iterations with this last backward pass, and this first forward pass behind the update."""
-        played = simulate(
+        return self.play(backward_seconds, forward_seconds).timeline
+
+    def play(self, backward_seconds: float, forward_seconds: float = 0.0) -> Simulation:
+        """As `timeline`, with the seconds from norm to norm."""
+        return simulate(
             self.plan,
             self.layout,
             self.state,
@@ -81,7 +85,6 @@ class Expectation:
             num_iterations=2,
             num_ranks=self.num_ranks,
         )
-        return played.timeline
 
 
 def backward_seconds(timeline: Timeline) -> float:

@@ -33,12 +33,14 @@ def build_engine(
     late_params: Collection[int] = (),
     cores: float | None = None,
     estimated_bytes: int | None = None,
+    may_move: bool = False,
 ) -> tuple[OffloadEngine, list[str]]:
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
     for an equal part of those that this process may use; estimated_bytes: GPU bytes that training takes beside weights,
     gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given.
+    may_move: a `PlacementFollower` may change the share, for which host memory is reserved.
     Raises ValueError with numbers, before any large allocation, when state does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
@@ -62,6 +64,7 @@ def build_engine(
         host_limit_bytes=_host_limit(config, limits, ranks),
         can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
         num_ranks=ranks,
+        may_move=may_move,
     )
 
     def start(choice: Choice) -> OffloadEngine:
@@ -89,6 +92,7 @@ def _settings(choice: Choice, shards: Sequence[Shard], num_threads: int) -> Engi
         split_master=choice.split_master,
         wire_dtype=torch.float32 if choice.wire == "fp32" or not grad_dtypes else next(iter(grad_dtypes)),
         num_threads=num_threads,
+        reserved=choice.reserved,
     )
 
 
@@ -149,9 +153,11 @@ def _describe(
     config: OffloadConfig,
     limits: HostLimits,
 ) -> list[str]:
+    reserve = choice.host_bytes.reserve
+    reserved = f", {reserve / GIB:.3f} GiB of it reserved for a lower GPU share" if reserve else ""
     lines = [
         placement_line(layout, choice.placement),
-        f"bytes: {engine.host_bytes / GIB:.3f} GiB of host memory (limit: {limits.source}), "
+        f"bytes: {engine.host_bytes / GIB:.3f} GiB of host memory (limit: {limits.source}{reserved}), "
         f"{engine.device_bytes / GIB:.3f} GiB of device memory ({choice.device_bytes.slots / GIB:.3f} GiB of it "
         f"staging slots)",
     ]

@@ -267,14 +267,24 @@ class OffloadEngine:
         """
         assert self.can_move(placement)
         self._drop_run()
-        num_slots = max(1, min(self.settings.num_slots, len(self._device_state.slots)))
-        settings = replace(self.settings, placement=placement, num_slots=num_slots)
+        settings = replace(self.settings, placement=placement, num_slots=self.num_slots)
         state_plan = replace(self._state_plan, placement=placement)
         seconds = seconds or self._seconds
         plan = self._checked_plan(settings, seconds)
         move_state(self._host, self._state_plan, state_plan, self._buffers.weights)
         self._seconds = seconds
         self._use(settings, state_plan, plan)
+
+    @property
+    def movable(self) -> list[int]:
+        """Offloaded subgroups that the CPU may update, now or after a `move`."""
+        placed = enumerate(self.settings.placement)
+        return [i for i, place in placed if place is not Place.RESIDENT and self._host.can_serve_cpu(i)]
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that a plan may use from now on."""
+        return max(1, min(self.settings.num_slots, len(self._device_state.slots)))
 
     def _use(self, settings: EngineSettings, state_plan: StatePlan, plan: Plan) -> None:
         """Work by another plan, whose state is in place."""

@@ -14,8 +14,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 
 from deep_offload.config import OffloadConfig
+from deep_offload.model.choose import is_share_free
 from deep_offload.model.residency import is_automatic
 from deep_offload.optimizer.build import build_engine
+from deep_offload.optimizer.follow import PlacementFollower
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
 from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
@@ -63,12 +65,15 @@ def build_optimizer(
             late_params=late_params(model_chunks, buffers),
             cores=_cores_of_this_rank(),
             estimated_bytes=estimated_bytes,
+            may_move=True,
         )
     may_grow = is_automatic(offload) and estimated_bytes is not None and is_peak_early
     read = memory_reader(engine.device) if may_grow else None
     growth = None if read is None else ResidentGrowth(engine, read, log)
     verify = offload.offload_verify_interval
-    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, verify, log, growth)
+    follower = PlacementFollower(engine, log, may_move=is_share_free(offload))
+    changes = verify, growth, follower
+    return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, *changes)
 
 
 def _cores_of_this_rank() -> float:

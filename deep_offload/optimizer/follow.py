@@ -1,4 +1,4 @@
-"""Rates follow what updates measure: the profile is corrected, for this run and for the next start on this machine."""
+"""Placement and rates follow what updates measure: the profile is corrected, and the GPU's share chosen again by it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from deep_offload.model.calibrate import corrected_profile, rate_changes
+from deep_offload.model.cost import op_seconds
+from deep_offload.model.moves import best_move
+from deep_offload.model.trace import Expectation, backward_seconds
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.residency import expectation, placement_line
+from deep_offload.plan.placement import gpu_share_of
 from deep_offload.plan.timeline import Timeline
 from deep_offload.runtime.measure import keep_profile
 
@@ -36,9 +42,11 @@ class PlacementFollower:
     rates could hold.
     """
 
-    def __init__(self, engine: OffloadEngine, log: Callable[[str], None]) -> None:
+    def __init__(self, engine: OffloadEngine, log: Callable[[str], None], *, may_move: bool) -> None:
+        """may_move: the GPU's share is not given, and may change."""
         self._engine = engine
         self._log = log
+        self._may_move = may_move
         self._num_updates = 0
         self._due = NUM_UPDATES
         self._is_corrected = False
@@ -82,17 +90,41 @@ class PlacementFollower:
         profile = corrected_profile(before, steps)
         is_kept = keep_profile(profile, self._log)
         self._is_corrected = True
-        engine.expected = expectation(replace(before, profile=profile), engine)
-        if not is_off:
+        corrected = replace(before, profile=profile)
+        share = gpu_share_of(engine.settings.placement)
+        is_moved = self._may_move and self._move(corrected, statistics.median(backward_seconds(t) for t in steps))
+        engine.expected = new = expectation(corrected, engine)
+        if not is_off and not is_moved:
             return []
-        why = ", ".join(rate_changes(before.profile, profile, before.state.wire)) or "no lane is slower than its rate"
-        line = (
-            f"updates take {measured * 1e3:.0f} ms where {before.update_seconds * 1e3:.0f} ms were predicted: {why}; "
-            f"with the rates of {len(steps)} updates {engine.expected.update_seconds * 1e3:.0f} ms are predicted"
-            + ("; the next start on this machine goes by them" if is_kept else "")
-        )
+        why = ", ".join(rate_changes(before.profile, profile, before.state.wire)) or "no lane's rate is another one"
+        if is_moved:
+            line = (
+                f"placement changed after {self._num_updates} updates: GPU share {share:.2f} -> "
+                f"{gpu_share_of(engine.settings.placement):.2f}, because {why}; predicted update: "
+                f"{new.update_seconds * 1e3:.1f} ms, bound by {new.binding_lane}"
+            )
+        else:
+            line = (
+                f"updates take {measured * 1e3:.0f} ms where {before.update_seconds * 1e3:.0f} ms were predicted: "
+                f"{why}; with the rates of {len(steps)} updates {new.update_seconds * 1e3:.0f} ms are predicted"
+            )
+        line += "; the next start on this machine goes by these rates" if is_kept else ""
         self._log(line)
         return [placement_line(engine.layout, engine.settings.placement), line]
+
+    def _move(self, corrected: Expectation, backward: float) -> bool:
+        """Move to a better placement, if there is one; returns whether it did."""
+        engine = self._engine
+        how = engine.movable, engine.num_slots, engine.late_subgroups, engine.can_move
+        placement = best_move(corrected, backward, *how)
+        if placement is None:
+            return False
+        try:
+            engine.move(placement, op_seconds(corrected.layout, corrected.state, corrected.profile))
+        except torch.OutOfMemoryError:
+            self._log("the GPU share was to change, but the GPU has no memory for it: the placement stays as it is")
+            return False
+        return True
 
     @property
     def _is_on(self) -> bool:

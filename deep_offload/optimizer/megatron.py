@@ -56,11 +56,10 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         engine: OffloadEngine,
         lines: Sequence[str],
         verify_interval: int = 0,
-        log: Callable[[str], None] = print,
         growth: ResidentGrowth | None = None,
+        follower: PlacementFollower | None = None,
     ) -> None:
-        """verify_interval: see `UpdateCheck`; log: takes lines about changes while it runs; growth: None where the
-        placement stays as it is."""
+        """verify_interval: see `UpdateCheck`; growth, follower: None where the placement stays as it is."""
         super().__init__(ParamGroups(param_groups, {}), config)
         self._chunks = list(chunks)
         self._buffers = buffers
@@ -79,8 +78,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._copies = _runs(buffers, counted=False)
         self._passes = TrainingPasses(chunks, buffers, engine)
         self._check = UpdateCheck(engine, verify_interval)
-        self._follower = PlacementFollower(engine, log)
         self._growth = growth
+        self._follower = follower or PlacementFollower(engine, lambda _line: None, may_move=False)
         self._scaler = _grad_scaler(config, self._device)
 
     # -- a step -------------------------------------------------------------------------------------------------

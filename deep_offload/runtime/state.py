@@ -97,6 +97,10 @@ class HostState:
             for f, _ in plan.host_arrays(s)
         )
 
+    def can_serve_cpu(self, i: int) -> bool:
+        """Whether subgroup i owns the arrays that the CPU's update takes."""
+        return GRAD in self._owned[i]
+
     def owned(self, i: int, name: str) -> torch.Tensor:
         """An array of subgroup i as it was allocated."""
         return self._owned[i][name]

@@ -35,7 +35,7 @@ def paper_machine(truth: HardwareProfile, believed: HardwareProfile) -> Iterator
     def measured(self: OffloadEngine) -> Any:
         if finished(self) is None or self.expected is None:
             return None
-        return replace(self.expected, profile=truth).timeline(1e-3)
+        return replace(self.expected, profile=truth).timeline(1e-9)
 
     with (
         mock.patch.object(build, "profile_for_run", lambda *_unused, **_named: believed),
