@@ -32,7 +32,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 34.4 of 37.0 usable GiB = weights 9.6, gradients 9.6 (bf16), activations
     # 4.7, logits 0.2, working 0.3, optimizer state 7.1, slots and upcast 2.9.
     # bf16 gradients: fp32 ones would take 19.2 GiB.
-    # Host: 162.9 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
+    # Host: 170.8 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=4 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=11
     ;;
@@ -40,7 +40,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 35.0 of 37.0 usable GiB = weights 9.6, gradients 9.6 (bf16), activations
     # 4.7, logits 0.2, working 0.3, optimizer state 9.2, slots and upcast 1.5.
     # bf16 gradients: fp32 ones would take 19.2 GiB.
-    # Host: 118.3 GiB of the node, pinned: 38 % of the state stay on the GPU; of the rest the
+    # Host: 123.8 GiB of the node, pinned: 38 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by dram).
     TENSOR=4 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=11
     ;;
@@ -51,7 +51,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 73.1 of 75.0 usable GiB = weights 19.1, gradients 19.1 (bf16), activations
     # 9.4, logits 0.3, working 0.5, optimizer state 21.1, slots and upcast 3.5.
     # bf16 gradients: fp32 ones would take 38.3 GiB.
-    # Host: 163.7 GiB of the node, pinned: 23 % of the state stay on the GPU; of the rest the
+    # Host: 171.0 GiB of the node, pinned: 23 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 75 % (bound by cpu).
     TENSOR=2 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=25
     ;;
@@ -59,7 +59,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 72.8 of 75.0 usable GiB = weights 19.1, gradients 19.1 (bf16), activations
     # 9.4, logits 0.3, working 0.5, optimizer state 21.5, slots and upcast 2.9.
     # bf16 gradients: fp32 ones would take 38.3 GiB.
-    # Host: 115.7 GiB of the node, pinned: 45 % of the state stay on the GPU; of the rest the
+    # Host: 121.6 GiB of the node, pinned: 45 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 76 % (bound by cpu).
     TENSOR=2 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=25
     ;;
@@ -74,7 +74,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 130.4 of 132.0 usable GiB = weights 38.3, gradients 38.3 (bf16), activations
     # 18.6, logits 0.6, working 0.8, optimizer state 31.0, slots and upcast 2.8.
     # bf16 gradients: fp32 ones would take 76.6 GiB.
-    # Host: 187.2 GiB of the node, pinned: 16 % of the state stay on the GPU; of the rest the
+    # Host: 195.0 GiB of the node, pinned: 16 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 58 % (bound by h2d).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=34
     ;;
@@ -82,7 +82,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 130.4 of 132.0 usable GiB = weights 38.3, gradients 38.3 (bf16), activations
     # 18.6, logits 0.6, working 0.8, optimizer state 30.3, slots and upcast 3.5.
     # bf16 gradients: fp32 ones would take 76.6 GiB.
-    # Host: 130.9 GiB of the node, pinned: 32 % of the state stay on the GPU; of the rest the
+    # Host: 136.9 GiB of the node, pinned: 32 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=34
     ;;
@@ -90,7 +90,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 130.1 of 132.0 usable GiB = weights 38.3, gradients 38.3 (bf16), activations
     # 18.6, logits 0.6, working 0.8, optimizer state 30.6, slots and upcast 2.9.
     # bf16 gradients: fp32 ones would take 76.6 GiB.
-    # Host: 69.0 GiB of the node, pinned: 64 % of the state stay on the GPU; of the rest the
+    # Host: 73.1 GiB of the node, pinned: 64 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by dram).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=34
     ;;

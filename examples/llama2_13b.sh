@@ -31,7 +31,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.1, logits 0.4, working 0.4, optimizer state 5.7, slots and upcast 3.1.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 120.9 GiB of the node, pinned: 9 % of the state stay on the GPU; of the rest the
+    # Host: 126.2 GiB of the node, pinned: 9 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 75 % (bound by h2d).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
     ;;
@@ -40,7 +40,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.1, logits 0.4, working 0.4, optimizer state 6.5, slots and upcast 2.0.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 95.1 GiB of the node, pinned: 22 % of the state stay on the GPU; of the rest the
+    # Host: 98.4 GiB of the node, pinned: 22 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
     ;;
@@ -49,7 +49,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.1, logits 0.4, working 0.4, optimizer state 7.9, slots and upcast 1.0.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 57.7 GiB of the node, pinned: 52 % of the state stay on the GPU; of the rest the
+    # Host: 60.6 GiB of the node, pinned: 52 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by dram).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
     ;;
@@ -58,7 +58,7 @@ case "$GPUS x $GPU_GB GB" in
     # 2.3, logits 0.8, working 0.5, optimizer state 17.3, slots and upcast 3.6.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 113.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
+    # Host: 118.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 75 % (bound by h2d).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
     ;;
@@ -67,7 +67,7 @@ case "$GPUS x $GPU_GB GB" in
     # 2.3, logits 0.8, working 0.5, optimizer state 17.1, slots and upcast 3.1.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 90.0 GiB of the node, pinned: 28 % of the state stay on the GPU; of the rest the
+    # Host: 94.5 GiB of the node, pinned: 28 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 91 % (bound by d2h).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
     ;;
@@ -76,7 +76,7 @@ case "$GPUS x $GPU_GB GB" in
     # 2.3, logits 0.8, working 0.5, optimizer state 19.1, slots and upcast 1.5.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 52.5 GiB of the node, pinned: 63 % of the state stay on the GPU; of the rest the
+    # Host: 54.9 GiB of the node, pinned: 63 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 58 % (bound by cpu).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
     ;;
@@ -92,7 +92,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 130.0 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
     # 28.5, logits 0.8, working 0.5, optimizer state 48.1, slots and upcast 3.6.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 85.3 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
+    # Host: 88.8 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 59 % (bound by dram).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=52
     ;;
@@ -100,7 +100,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 129.5 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
     # 28.5, logits 0.8, working 0.5, optimizer state 48.2, slots and upcast 3.1.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 25.2 GiB of the node, pinned: 80 % of the state stay on the GPU; of the rest the
+    # Host: 26.7 GiB of the node, pinned: 80 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 96 % (bound by d2h).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=52
     ;;

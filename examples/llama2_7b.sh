@@ -28,7 +28,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 0.8, working 0.4, optimizer state 4.6, slots and upcast 3.4.
     # Full recomputation: activations would take 18.2 GiB otherwise.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 63.9 GiB of the node, pinned: 7 % of the state stay on the GPU; of the rest the
+    # Host: 66.7 GiB of the node, pinned: 7 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 75 % (bound by h2d).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=8
     ;;
@@ -37,7 +37,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 0.8, working 0.4, optimizer state 5.1, slots and upcast 2.4.
     # Full recomputation: activations would take 18.2 GiB otherwise.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 58.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
+    # Host: 61.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 67 % (bound by dram).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=8
     ;;
@@ -46,7 +46,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 0.8, working 0.4, optimizer state 6.6, slots and upcast 1.2.
     # Full recomputation: activations would take 18.2 GiB otherwise.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 36.4 GiB of the node, pinned: 42 % of the state stay on the GPU; of the rest the
+    # Host: 38.4 GiB of the node, pinned: 42 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=8
     ;;
@@ -62,7 +62,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 73.2 of 75.0 usable GiB = weights 12.6, gradients 12.6 (bf16), activations
     # 18.2, logits 0.8, working 0.4, optimizer state 25.3, slots and upcast 3.4.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 41.2 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
+    # Host: 43.0 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 75 % (bound by cpu).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=29
     ;;
@@ -70,7 +70,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 73.1 of 75.0 usable GiB = weights 12.6, gradients 12.6 (bf16), activations
     # 18.2, logits 0.8, working 0.4, optimizer state 26.1, slots and upcast 2.4.
     # bf16 gradients: fp32 ones would take 25.1 GiB.
-    # Host: 10.5 GiB of the node, pinned: 84 % of the state stay on the GPU; of the rest the
+    # Host: 11.3 GiB of the node, pinned: 84 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=29
     ;;

@@ -31,7 +31,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 3.1, working 0.9, optimizer state 11.3, slots and upcast 3.3.
     # Full recomputation: activations would take 18.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 57.5 GiB of the node, pinned: 30 % of the state stay on the GPU; of the rest the
+    # Host: 60.2 GiB of the node, pinned: 30 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 74 % (bound by d2h).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=15
     ;;
@@ -40,7 +40,7 @@ case "$GPUS x $GPU_GB GB" in
     # 1.6, logits 3.1, working 0.9, optimizer state 12.3, slots and upcast 2.4.
     # Full recomputation: activations would take 18.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 25.8 GiB of the node, pinned: 67 % of the state stay on the GPU; of the rest the
+    # Host: 27.1 GiB of the node, pinned: 67 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
     TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=15
     ;;
@@ -57,7 +57,7 @@ case "$GPUS x $GPU_GB GB" in
     # 3.1, logits 6.0, working 1.4, optimizer state 30.2, slots and upcast 2.4.
     # Full recomputation: activations would take 36.8 GiB otherwise.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 46.1 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
+    # Host: 48.2 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 92 % (bound by d2h).
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=33
     ;;
@@ -88,7 +88,7 @@ case "$GPUS x $GPU_GB GB" in
     # GPU: 129.7 of 132.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
     # 36.8, logits 6.0, working 1.4, optimizer state 53.1, slots and upcast 2.4.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 25.4 GiB of the node, pinned: 72 % of the state stay on the GPU; of the rest the
+    # Host: 26.4 GiB of the node, pinned: 72 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 59 % (bound by cpu).
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=56
     ;;

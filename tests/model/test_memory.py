@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 
 
 @settings(max_examples=40)
-@given(placed_cases(), state_formats)
-def test_host_bytes_are_the_arena_s(case, state):
+@given(placed_cases(), state_formats, st.booleans())
+def test_host_bytes_are_the_arena_s(case, state, reserves):
     """The total, page rounding included, is what the runtime's arena holds for the same placement."""
     cpu_kernels = pytest.importorskip("deep_offload.kernels.cpu")
     from deep_offload.runtime.state import DeviceState, HostState, StatePlan
@@ -30,10 +30,13 @@ def test_host_bytes_are_the_arena_s(case, state):
         return  # no such buffers exist: gradients are fp32 or of the parameter's type
     wire = torch.bfloat16 if state.wire == "param" else torch.float32
     dtypes = tuple(torch.bfloat16 if s.param_bytes == 2 else torch.float32 for s in case.layout.shards)
-    plan = StatePlan(case.layout, case.placement, state.split_master, wire, dtypes)
+    reserved = frozenset(i for i, place in enumerate(case.placement) if reserves and place is Place.GPU and i % 2)
+    plan = StatePlan(case.layout, case.placement, state.split_master, wire, dtypes, reserved)
     host = HostState(plan, pin=False, num_threads=1, warn=pytest.fail)
     try:
-        assert host_state_bytes(case.layout, case.placement, state).total == host.num_bytes
+        counted = host_state_bytes(case.layout, case.placement, state, reserved)
+        assert counted.total == host.num_bytes and (counted.reserve > 0) == bool(reserved)
+        assert counted.total - counted.reserve == host_state_bytes(case.layout, case.placement, state).total
     finally:
         host.close()
     device = DeviceState(plan, case.num_slots, torch.device("cpu"))
