@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
+
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.optimizer import build, follow
@@ -28,18 +30,33 @@ def wrong(truth: HardwareProfile, cpu: float = 1.0, up: float = 1.0, down: float
 
 
 @contextlib.contextmanager
-def paper_machine(truth: HardwareProfile, believed: HardwareProfile) -> Iterator[None]:
-    """Runs inside are placed by `believed`, and each update that ends is measured as `truth` would have run it."""
+def paper_machine(truth: HardwareProfile, believed: HardwareProfile, *others: HardwareProfile) -> Iterator[None]:
+    """Runs inside are placed by `believed`, and each update that ends is measured as `truth` would have run it.
+
+    others: what other ranks' updates are measured as, in turn.
+    """
     finished = OffloadEngine.finished_timeline
 
     def measured(self: OffloadEngine) -> Any:
         if finished(self) is None or self.expected is None:
             return None
-        return replace(self.expected, profile=truth).timeline(1e-9)
+        machines = truth, *others
+        return replace(self.expected, profile=machines[dist.get_rank() % len(machines)]).timeline(1e-9)
 
     with (
         mock.patch.object(build, "profile_for_run", lambda *_unused, **_named: believed),
         mock.patch.object(OffloadEngine, "finished_timeline", measured),
         mock.patch.object(follow, "SHORTEST_SECONDS", 0.0),
     ):
+        yield
+
+
+FEW_CPU = wrong(MACHINE, cpu=0.5, up=1.3, down=1.3)
+"""A belief by which too little is left to the CPU."""
+
+
+@contextlib.contextmanager
+def one_rank_moves(_outcome: Any) -> Iterator[None]:
+    """The first rank's updates contradict its rates, so that its share changes; the others' are as predicted."""
+    with paper_machine(MACHINE, FEW_CPU, FEW_CPU):
         yield
