@@ -9,11 +9,12 @@ import torch
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels import cpu as cpu_kernels
-from deep_offload.model.choose import Choice
+from deep_offload.model.choose import Choice, Compute
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
 from deep_offload.model.residency import choose_with_residents, is_automatic, state_budget_bytes
+from deep_offload.model.run import RunShape, compute_seconds
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
 from deep_offload.optimizer.residency import memory_reader, placement_line, start_with_room
@@ -33,12 +34,14 @@ def build_engine(
     late_params: Collection[int] = (),
     cores: float | None = None,
     estimated_bytes: int | None = None,
+    run: RunShape | None = None,
 ) -> tuple[OffloadEngine, list[str]]:
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
     for an equal part of those that this process may use; estimated_bytes: GPU bytes that training takes beside weights,
-    gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given.
+    gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given; run:
+    what is trained, to estimate the compute around the update.
     Raises ValueError with numbers, before any large allocation, when state does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
@@ -53,6 +56,10 @@ def build_engine(
     threads = config.offload_cpu_threads
     num_threads = cpu_update_threads(max(1, int(cores)), 1, on_gpu) if threads == "auto" else threads
     profile = _profile(config, device, num_threads, ranks, log)
+    compute = None
+    if run is not None and config.interleaved_offload:
+        seconds = compute_seconds(run, profile)
+        compute = Compute(seconds.forward, seconds.backward, seconds.other)
     choose = partial(
         choose_with_residents,
         layout,
@@ -62,6 +69,7 @@ def build_engine(
         host_limit_bytes=_host_limit(config, limits, ranks),
         can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
         num_ranks=ranks,
+        compute=compute,
     )
 
     def start(choice: Choice) -> OffloadEngine:
@@ -74,7 +82,7 @@ def build_engine(
     engine, choice = start_with_room(choice, choose, start, log) if is_automatic(config) else (start(choice), choice)
     if config.interleaved_offload:
         predicted = choice.predicted_update_seconds, choice.binding_lane
-        engine.expected = Expectation(engine.plan, layout, choice.state, profile, ranks, *predicted)
+        engine.expected = Expectation(engine.plan, layout, choice.state, profile, ranks, *predicted, compute)
     lines = _describe(engine, layout, choice, profile, config, limits)
     if config.interleaved_offload and cores < 1:
         lines.append(_few_cores(cores, choice.predicted_update_seconds))
