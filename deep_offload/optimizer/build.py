@@ -170,8 +170,21 @@ def _describe(
             f"split master "
             f"{'on' if engine.settings.split_master else 'off'}, {engine.settings.num_threads} CPU threads "
             f"({choice.why})",
+            f"rates, and those with all lanes at work: {_rates(profile, choice)}",
             f"predicted update: {choice.predicted_update_seconds * 1e3:.1f} ms, bound by {choice.binding_lane}; "
             f"rates of "
             f"{profile.name} ({profile.source}, {profile.date})",
         ]
     return lines
+
+
+def _rates(profile: HardwareProfile, choice: Choice) -> str:
+    """The measured rates that an update depends on most."""
+    cpu = [getattr(profile, f"cpu_adam_{choice.wire}_{busy}params_per_s") / 1e9 for busy in ("", "busy_")]
+    up = profile.h2d_bytes_per_s / 1e9, profile.h2d_busy_bytes_per_s / 1e9
+    down = profile.d2h_bytes_per_s / 1e9, profile.d2h_busy_bytes_per_s / 1e9
+    memory = profile.dram_bytes_per_s / 1e9, profile.host_dram_bytes_per_s / 1e9
+    return (
+        f"CPU update {cpu[0]:.2f} / {cpu[1]:.2f} G parameters/s, to the device {up[0]:.1f} / {up[1]:.1f} GB/s, from it "
+        f"{down[0]:.1f} / {down[1]:.1f} GB/s; host memory {memory[0]:.0f} GB/s, {memory[1]:.0f} GB/s for all ranks"
+    )
