@@ -75,7 +75,7 @@ def build_engine(
     def start(choice: Choice) -> OffloadEngine:
         settings, seconds = _settings(choice, shards, num_threads), op_seconds(layout, choice.state, profile)
         return OffloadEngine(
-            shards, layout, settings, warn=warn, seconds=seconds, device=device, late_params=late_params
+            shards, layout, settings, warn=warn, log=log, seconds=seconds, device=device, late_params=late_params
         )
 
     choice = choose(_state_budget(device, estimated_bytes))
