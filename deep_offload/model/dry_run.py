@@ -96,7 +96,7 @@ def _stage(
         host_limit_bytes=budget_bytes(config.offload_host_budget_gib) or (profile.host_memory_bytes // ranks or None),
         can_split=run.is_bf16,
         num_ranks=ranks,
-        compute=Compute(compute.forward, compute.backward, compute.other),
+        compute=Compute.of(run, profile),
     )
     iteration = choice.predicted_iteration_seconds
     return StageForecast(pipeline_rank, layout, choice, model, iteration, max(0.0, iteration - compute.iteration))

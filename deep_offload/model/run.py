@@ -199,11 +199,6 @@ class ComputeSeconds:
         passes = self.num_micro_batches * (self.forward + self.backward)
         return passes * (1 + self.bubble) + (self.communication or 0.0)
 
-    @property
-    def other(self) -> float:
-        """What lies between the first micro-batch's forward pass and the last one's backward pass."""
-        return self.iteration - self.forward - self.backward
-
 
 def compute_seconds(run: RunShape, profile: HardwareProfile) -> ComputeSeconds:
     """Predict a rank's compute from the profile's matrix rate; a full recomputation repeats the forward pass."""
