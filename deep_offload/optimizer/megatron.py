@@ -146,6 +146,8 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         if self._growth is None or not self._growth.is_due:
             return
         self.synchronize()
+        if self.before_update is not None:
+            self.before_update()  # a checkpoint's writer may be reading state where it lies so far
         lines = self._growth.grow()
         if lines:
             self._lines = tuple(lines)

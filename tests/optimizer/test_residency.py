@@ -344,3 +344,19 @@ def test_a_checkpoint_behind_the_change(tmp_path, resident_run):
     assert len(seen) == 3 and seen[0]["resident"] == seen[2]["resident"] == 0
     again = train(f"{COMMON} --load {tmp_path} --offload-resident-fraction 0 --train-iters 8")
     assert again.digest == resident_run.digest
+
+
+def test_a_writer_has_read_before_state_moves(resident_run):
+    """A checkpoint's writer that reads beside training is waited for while state still lies where it began to read."""
+    moved, waited = [], []
+
+    def before(optimizer):
+        moved.append(counts(optimizer._engine)["resident"])
+        optimizer.before_update = lambda: waited.append(counts(optimizer._engine)["resident"])
+
+    with paper_gpu(1, PLENTY):
+        got = train(f"{COMMON} {AUTO}", before_step=before)
+    assert got.digest == resident_run.digest
+    assert moved[NUM_STEPS] > 0
+    # Once more than there are updates: the wait before the fourth forward pass still sees the old placement.
+    assert waited == [0] * (NUM_STEPS + 1) + [moved[NUM_STEPS]] * (8 - NUM_STEPS)
