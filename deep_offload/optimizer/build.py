@@ -57,12 +57,14 @@ def build_engine(
     num_threads = cpu_update_threads(max(1, int(cores)), 1, on_gpu) if threads == "auto" else threads
     profile = _profile(config, device, num_threads, ranks, log)
     compute = None if run is None else Compute.of(run, profile)
+    budget = _state_budget(device, estimated_bytes)
     choose = partial(
         choose_with_residents,
         layout,
         config,
         profile,
         device_budget_bytes=_device_budget(config, device),
+        spare_device_bytes=budget,
         host_limit_bytes=_host_limit(config, limits, ranks),
         can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
         num_ranks=ranks,
@@ -75,7 +77,7 @@ def build_engine(
             shards, layout, settings, warn=warn, log=log, seconds=seconds, device=device, late_params=late_params
         )
 
-    choice = choose(_state_budget(device, estimated_bytes))
+    choice = choose(budget or 0)
     engine, choice = start_with_room(choice, choose, start, log) if is_automatic(config) else (start(choice), choice)
     if config.interleaved_offload:
         predicted = choice.predicted_update_seconds, choice.binding_lane
@@ -110,11 +112,11 @@ def _profile(
     return profile
 
 
-def _state_budget(device: torch.device, estimated_bytes: int | None) -> int:
-    """GPU bytes for state where nobody says how many; 0 without a GPU."""
+def _state_budget(device: torch.device, estimated_bytes: int | None) -> int | None:
+    """GPU bytes for state where nobody says how many; 0: the estimate leaves none; None: no GPU or no estimate."""
     read = memory_reader(device)
-    if read is None:
-        return 0
+    if read is None or estimated_bytes is None:
+        return None
     memory = read()
     return state_budget_bytes(memory.available, memory.total, estimated_bytes)
 
