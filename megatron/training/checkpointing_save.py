@@ -253,7 +253,7 @@ def write_common(folder: Path, common: dict[str, Any], files: list[WrittenFile])
     missing = missing_parts(files)
     assert not missing, f"no rank wrote {missing}"
     with BoxWriter(folder, layout.COMMON) as writer:
-        torch.save(common, writer.stream)
+        writer.stream.save(common)
         written = writer.finish()
     index = build_index(files)
     layout.write_file(folder / layout.METADATA, index)
