@@ -41,8 +41,7 @@ def build_engine(
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
     for an equal part of those that this process may use; estimated_bytes: GPU bytes that training takes beside weights,
     gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given; run:
-    what is trained, to estimate the compute around the update.
-    Raises ValueError with numbers, before any large allocation, when state does not fit.
+    what is trained, for its compute. Raises ValueError, with numbers, before any large allocation if it does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
