@@ -12,7 +12,7 @@ PARTS = {
     "update_phase": ([], ["--num-subgroups", "8", "--numel", "200000", "--shares", "0,0.5,1", "--repeats", "2"]),
     "flush": ([], ["--num-subgroups", "4", "--numel", "200000", "--wires", "param", "--repeats", "2"]),
     "exactness": (["--output", "{output}/exactness"], ["--smoke", "--output", "{output}/exactness"]),
-    "trace_overhead": (["--output", "{output}/exactness"], ["--smoke", "--output", "{output}/trace"]),
+    "trace_overhead": (["--output", "{output}/trace"], ["--smoke", "--output", "{output}/trace"]),
     "iteration": (["--output", "{output}"], ["--smoke", "--output", "{output}"]),
     "sweeps": (["--output", "{output}"], ["--smoke", "--output", "{output}"]),
 }

@@ -90,10 +90,14 @@ class Worker:
         assert process.stdin is not None and process.stdout is not None
         killer = threading.Timer(limit_s, os.killpg, [process.pid, signal.SIGKILL])
         killer.start()
-        process.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        killer.cancel()
+        try:
+            process.stdin.write(json.dumps({"arguments": list(arguments), "log": str(log)}) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:  # it ended between two runs
+            answer = ""
+        finally:
+            killer.cancel()
         if answer:
             return 0
         self._process = None
@@ -142,11 +146,13 @@ def run_parts(
     only = tuple(word for word in options.only.split(",") if word)
     session = Session(options.output, time.monotonic() + options.limit_seconds, only, options.smoke)
     records: list[Record] = []
-    for name, runs in parts.items():
-        mine = read_records(session.results, name) if options.report else run_part(name, runs, session)
-        print("\n".join(report(name, mine)), flush=True)
-        records += mine
-    session.worker.close()
+    try:
+        for name, runs in parts.items():
+            mine = read_records(session.results, name) if options.report else run_part(name, runs, session)
+            print("\n".join(report(name, mine)), flush=True)
+            records += mine
+    finally:
+        session.worker.close()
     return 1 if any("failed" in record for record in records) else 0
 
 

@@ -4,7 +4,7 @@
 
 Parts: digests (pytest tests/multi_gpu), update (the update phase alone, both ranks at once), dp2 and tp2 (3.48 B
 parameters, all resident and offloaded), connections (tp2 with one hardware queue), 13b and 20b (11.3 B and 15.3 B
-parameters in the method's published shapes, tensor parallel), peer (a command of your own, --peer).
+parameters in the method's published shapes, tensor parallel), peer (DeepSpeed ZeRO-2 with offload, data-parallel).
 
 Started again with the same output folder, it goes on with what is missing; what would not end in --seconds is left out
 and named. Ends with code 1 when something failed, and when digests or losses of one part differ. --smoke: small sizes,
@@ -29,6 +29,7 @@ from benchmarks.shapes import SHAPES, Shape
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+PEER = [*TORCHRUN, "-m", "benchmarks.peer_ranks", "ds_z2"]
 TRAINING = (
     "--micro-batch-size 1 --lr 1e-4 --min-lr 1e-5 --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 "
     "--clip-grad 1.0 --bf16 --grad-reduce-in-bf16 --recompute-granularity full --recompute-method uniform "
@@ -228,15 +229,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=530, help="time for all parts together")
     parser.add_argument("--iterations", type=int, help="of each training; default: 6, and 20 for 13b and 20b")
     parser.add_argument("--undigested", default="", help="trainings of which only losses are compared")
-    parser.add_argument("--peer", help="command of another system, for the part `peer`")
+    parser.add_argument("--peer", default=shlex.join(PEER), help="command of the part `peer`; default: %(default)s")
     parser.add_argument("--smoke", action="store_true", help="small sizes on the CPU")
     options = parser.parse_args()
     parts = options.parts.split(",")
     unknown = [part for part in parts if part not in PARTS]
     if unknown:
         parser.error(f"--parts {','.join(unknown)}: known are {', '.join(PARTS)}")
-    if "peer" in parts and not options.peer:
-        parser.error("the part peer runs what --peer gives: give it, such as --peer 'torchrun ...'")
     options.output.mkdir(parents=True, exist_ok=True)
     runner = Runner(options.output, Clock(options.seconds), options.smoke)
     for name in parts:

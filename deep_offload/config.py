@@ -25,8 +25,8 @@ class OffloadConfig:
     """Update every K-th offloaded subgroup on the GPU (the method's k); overrides the share. none: all on the CPU."""
 
     offload_resident_fraction: float | Literal["auto"] = "auto"
-    """Fraction (0..1) of the subgroups whose state STAYS on the GPU. DeepSpeed's `ratio` and Megatron's
-    `--optimizer-offload-fraction` name the offloaded part instead: theirs is 1 minus ours."""
+    """Fraction (0..1) of the subgroups whose state STAYS on the GPU. auto: all that fits beside training. DeepSpeed's
+    `ratio` and Megatron's `--optimizer-offload-fraction` name the offloaded part instead: theirs is 1 minus ours."""
 
     offload_subgroup_numel: int | Literal["auto"] = "auto"
     """Target elements in one subgroup, the unit of scheduling. auto: 2**26, less for small shards."""
@@ -48,7 +48,7 @@ class OffloadConfig:
     """JSON file of measured rates; measured at start when absent."""
 
     offload_device_budget_gib: float | None = None
-    """GiB of GPU memory that residents and staging slots may take."""
+    """GiB of GPU memory that residents and staging slots may take; what training leaves when absent."""
 
     offload_host_budget_gib: float | None = None
     """GiB of host memory that this rank may pin for optimizer state."""

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.cost import dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.trace import Expectation, backward_seconds
@@ -45,10 +46,10 @@ def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> Hardw
     want more of host memory than it has on paper, its rate follows what they measured together.
     """
     measured = _lane_seconds(steps)
-    backward = statistics.median(backward_seconds(step) for step in steps)
+    compute = measured_compute(expected, steps)
     factors, profile = _Factors(dict.fromkeys(_RATES, 1.0), 1.0), expected.profile
     for _ in range(_MOST_ROUNDS):
-        predicted = _lane_seconds([replace(expected, profile=profile).timeline(backward)])
+        predicted = _lane_seconds([replace(expected, profile=profile).timeline(compute)])
         ratios = {lane: _ratio(predicted[lane], measured[lane]) for lane in _RATES}
         if all(abs(ratio - 1) < _CLOSE for ratio in ratios.values()):
             break
@@ -56,6 +57,12 @@ def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> Hardw
         profile = _scaled(expected, factors)
     source = f"{expected.profile.source.split(', measured by ')[0]}, measured by {len(steps)} updates of training"
     return replace(profile, source=source)
+
+
+def measured_compute(expected: Expectation, steps: Sequence[Timeline]) -> Compute:
+    """What surrounds the updates: the last backward pass as measured, all else as the placement was chosen with."""
+    backward = statistics.median(backward_seconds(step) for step in steps)
+    return replace(expected.compute or Compute(0.0, 0.0), backward=backward)
 
 
 def rate_changes(before: HardwareProfile, after: HardwareProfile, wire: str) -> list[str]:

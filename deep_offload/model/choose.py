@@ -18,11 +18,12 @@ from deep_offload.model.memory import (
     slot_bytes,
 )
 from deep_offload.model.performance import DRAM, best_prediction, lane_costs
+from deep_offload.model.run import RunShape, compute_seconds
 from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
 from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride, spread
-from deep_offload.plan.planner import build_plan
+from deep_offload.plan.planner import OpSeconds, build_plan
 from deep_offload.plan.timeline import Timeline
 
 _SIMULATE_ALL = 16
@@ -107,6 +108,17 @@ class Compute:
     forward: float
     backward: float
     other: float = 0.0
+
+    @classmethod
+    def of(cls, run: RunShape, profile: HardwareProfile) -> Compute:
+        """The estimate for a run."""
+        seconds = compute_seconds(run, profile)
+        return cls(seconds.forward, seconds.backward, seconds.iteration - seconds.forward - seconds.backward)
+
+
+def assumed_compute(layout: ShardLayout, seconds: OpSeconds) -> Compute:
+    """Where nobody knows: no forward pass, and a backward pass just as long as all gradients' way to the host."""
+    return Compute(0.0, sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in layout.subgroups))
 
 
 def is_share_free(config: OffloadConfig) -> bool:
@@ -356,8 +368,7 @@ class _Search:
             return known
         seconds = op_seconds(self.layout, state, self.profile)
         plan = build_plan(self.layout, placement, num_slots, seconds)
-        gradients = sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in self.layout.subgroups)
-        compute = self.compute or Compute(0.0, gradients)
+        compute = self.compute or assumed_compute(self.layout, seconds)
         played = simulate(
             plan,
             self.layout,

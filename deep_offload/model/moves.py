@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.trace import Expectation
 from deep_offload.plan.ops import Place, Placement
@@ -20,7 +21,7 @@ _TRY_ALL = 16
 
 def best_move(
     expected: Expectation,
-    backward_seconds: float,
+    compute: Compute,
     movable: Sequence[int],
     num_slots: int,
     late: Collection[int],
@@ -29,14 +30,14 @@ def best_move(
     """The placement with the shortest predicted iteration, of those that keep residents and slots; None if no
     other is shorter by LEAST_GAIN.
 
-    expected: with rates as measured; backward_seconds: of the last backward pass; movable: subgroups that the CPU may
+    expected: with rates as measured; compute: what surrounds updates; movable: subgroups that the CPU may
     update; late: as `build_plan` takes it; can_move: whether memory allows a placement.
     """
     seconds = op_seconds(expected.layout, expected.state, expected.profile)
 
     def cost(placement: Placement) -> float:
         plan = build_plan(expected.layout, placement, num_slots, seconds, late)
-        return replace(expected, plan=plan).play(backward_seconds).iteration_seconds
+        return replace(expected, plan=plan).play(compute).iteration_seconds
 
     present = expected.plan.placement
     on_cpu = present.count(Place.CPU)

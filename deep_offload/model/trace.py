@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes
@@ -15,7 +16,7 @@ from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Plan
-from deep_offload.plan.timeline import FORWARD, Phase, Span, Timeline, covered_seconds
+from deep_offload.plan.timeline import BACKWARD, FORWARD, Phase, Span, Timeline, covered_seconds
 
 MEASURED, PREDICTED = "measured", "predicted"
 
@@ -45,7 +46,8 @@ class UpdateFacts:
 class Expectation:
     """What a rank's engine was chosen by: enough to predict any of its steps and to judge a measured one.
 
-    update_seconds: predicted from norm to parameters in place; num_ranks: ranks of this host at work.
+    update_seconds: predicted from norm to parameters in place; num_ranks: ranks of this host at work; compute: as the
+    placement was chosen with.
     """
 
     plan: Plan
@@ -55,6 +57,7 @@ class Expectation:
     num_ranks: int
     update_seconds: float
     binding_lane: str
+    compute: Compute | None = None
 
     def share_of_bound(self, timeline: Timeline) -> tuple[float, str]:
         """How near a measured update came to the bound of its own work (1: there), and the lane that sets it."""
@@ -69,19 +72,20 @@ class Expectation:
         attributed = attributed_share(timeline)
         return UpdateFacts(timeline.update_seconds, share, lane, busy, attributed, timeline.in_place_seconds)
 
-    def timeline(self, backward_seconds: float, forward_seconds: float = 0.0) -> Timeline:
-        """The second of two iterations with this last backward pass, and this first forward pass behind the update."""
-        return self.play(backward_seconds, forward_seconds).timeline
+    def timeline(self, compute: Compute) -> Timeline:
+        """The second of two iterations around this compute, whose forward pass follows the update."""
+        return self.play(compute).timeline
 
-    def play(self, backward_seconds: float, forward_seconds: float = 0.0) -> Simulation:
+    def play(self, compute: Compute) -> Simulation:
         """As `timeline`, with the seconds from norm to norm."""
         return simulate(
             self.plan,
             self.layout,
             self.state,
             self.profile,
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
+            forward_seconds=compute.forward,
+            backward_seconds=compute.backward,
+            other_seconds=compute.other,
             num_iterations=2,
             num_ranks=self.num_ranks,
         )
@@ -101,6 +105,13 @@ def forward_seconds(step: Timeline, following: Timeline) -> float:
         return 0.0
     waits = ((span.start - span.waited, span.start) for span in step.spans if span.waited > 0)
     return first.seconds - covered_seconds(waits, first.start, first.end)
+
+
+def other_seconds(step: Timeline) -> float:
+    """From the end of a step's first forward pass to the beginning of its last backward pass; 0 if not recorded."""
+    ends = [phase.end for phase in step.phases if phase.kind == FORWARD]
+    begins = [phase.start for phase in step.phases if phase.kind == BACKWARD]
+    return max(0.0, max(begins) - min(ends)) if ends and begins else 0.0
 
 
 def shifted(timeline: Timeline, seconds: float) -> Timeline:
@@ -136,7 +147,7 @@ def _predictions(steps: Sequence[Timeline], expected: Expectation) -> list[Timel
     cut = math.inf
     for step, following in reversed(list(zip(steps, [*steps[1:], None]))):
         forward = forward_seconds(step, following) if following is not None else 0.0
-        prediction = expected.timeline(backward_seconds(step), forward)
+        prediction = expected.timeline(Compute(forward, backward_seconds(step), other_seconds(step)))
         moved = shifted(prediction, step.norm_end - prediction.norm_end)
         spans = [
             replace(s, start=min(s.start, cut), end=min(s.end, cut)) if s.op.lane is Lane.MAIN else s

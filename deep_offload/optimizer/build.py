@@ -9,11 +9,12 @@ import torch
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels import cpu as cpu_kernels
-from deep_offload.model.choose import Choice
+from deep_offload.model.choose import Choice, Compute
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
 from deep_offload.model.residency import choose_with_residents, is_automatic, state_budget_bytes
+from deep_offload.model.run import RunShape
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
 from deep_offload.optimizer.residency import memory_reader, placement_line, start_with_room
@@ -33,55 +34,62 @@ def build_engine(
     late_params: Collection[int] = (),
     cores: float | None = None,
     estimated_bytes: int | None = None,
+    run: RunShape | None = None,
     may_move: bool = False,
 ) -> tuple[OffloadEngine, list[str]]:
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
     for an equal part of those that this process may use; estimated_bytes: GPU bytes that training takes beside weights,
-    gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given.
-    may_move: a `PlacementFollower` may change the share, for which host memory is reserved.
-    Raises ValueError with numbers, before any large allocation, when state does not fit.
+    gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given; run:
+    what is trained, for its compute; may_move: a `PlacementFollower` may change the share, for which host memory is
+    reserved. Raises ValueError, with numbers, before any large allocation if it does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
-    on_gpu = device.type == "cuda"
-    specs = [shard.spec for shard in shards]
-    numel = config.offload_subgroup_numel
-    layout = build_layout(specs, auto_subgroup_numel(sum(s.numel for s in specs)) if numel == "auto" else numel)
+    layout = _layout(shards, config)
     ranks = ranks_on_this_node()
     limits = read_host_limits()
     cores = limits.cores / ranks if cores is None else cores
     threads = config.offload_cpu_threads
-    num_threads = cpu_update_threads(max(1, int(cores)), 1, on_gpu) if threads == "auto" else threads
+    num_threads = cpu_update_threads(max(1, int(cores)), 1, device.type == "cuda") if threads == "auto" else threads
     profile = _profile(config, device, num_threads, ranks, log)
+    given = layout, config, profile
+    compute = None if run is None else Compute.of(run, profile)
+    budget = _state_budget(device, estimated_bytes)
     choose = partial(
         choose_with_residents,
-        layout,
-        config,
-        profile,
+        *given,
         device_budget_bytes=_device_budget(config, device),
+        spare_device_bytes=budget,
         host_limit_bytes=_host_limit(config, limits, ranks),
         can_split=any(s.param.dtype == torch.bfloat16 for s in shards),
         num_ranks=ranks,
         may_move=may_move,
+        compute=compute,
     )
 
     def start(choice: Choice) -> OffloadEngine:
         settings, seconds = _settings(choice, shards, num_threads), op_seconds(layout, choice.state, profile)
         return OffloadEngine(
-            shards, layout, settings, warn=warn, seconds=seconds, device=device, late_params=late_params
+            shards, layout, settings, warn=warn, log=log, seconds=seconds, device=device, late_params=late_params
         )
 
-    choice = choose(_state_budget(device, estimated_bytes))
+    choice = choose(budget or 0)
     engine, choice = start_with_room(choice, choose, start, log) if is_automatic(config) else (start(choice), choice)
     if config.interleaved_offload:
-        predicted = choice.predicted_update_seconds, choice.binding_lane
-        engine.expected = Expectation(engine.plan, layout, choice.state, profile, ranks, *predicted)
+        rest = profile, ranks, choice.predicted_update_seconds, choice.binding_lane, compute
+        engine.expected = Expectation(engine.plan, layout, choice.state, *rest)
     lines = _describe(engine, layout, choice, profile, config, limits)
     if config.interleaved_offload and cores < 1:
         lines.append(_few_cores(cores, choice.predicted_update_seconds))
     return engine, lines
+
+
+def _layout(shards: Sequence[Shard], config: OffloadConfig) -> ShardLayout:
+    specs = [shard.spec for shard in shards]
+    numel = config.offload_subgroup_numel
+    return build_layout(specs, auto_subgroup_numel(sum(s.numel for s in specs)) if numel == "auto" else numel)
 
 
 def _settings(choice: Choice, shards: Sequence[Shard], num_threads: int) -> EngineSettings:
@@ -109,11 +117,11 @@ def _profile(
     return profile
 
 
-def _state_budget(device: torch.device, estimated_bytes: int | None) -> int:
-    """GPU bytes for state where nobody says how many; 0 without a GPU."""
+def _state_budget(device: torch.device, estimated_bytes: int | None) -> int | None:
+    """GPU bytes for state where nobody says how many; 0: the estimate leaves none; None: no GPU or no estimate."""
     read = memory_reader(device)
-    if read is None:
-        return 0
+    if read is None or estimated_bytes is None:
+        return None
     memory = read()
     return state_budget_bytes(memory.available, memory.total, estimated_bytes)
 
@@ -168,8 +176,21 @@ def _describe(
             f"split master "
             f"{'on' if engine.settings.split_master else 'off'}, {engine.settings.num_threads} CPU threads "
             f"({choice.why})",
+            f"rates, and those with all lanes at work: {_rates(profile, choice)}",
             f"predicted update: {choice.predicted_update_seconds * 1e3:.1f} ms, bound by {choice.binding_lane}; "
             f"rates of "
             f"{profile.name} ({profile.source}, {profile.date})",
         ]
     return lines
+
+
+def _rates(profile: HardwareProfile, choice: Choice) -> str:
+    """The measured rates that an update depends on most."""
+    cpu = [getattr(profile, f"cpu_adam_{choice.wire}_{busy}params_per_s") / 1e9 for busy in ("", "busy_")]
+    up = profile.h2d_bytes_per_s / 1e9, profile.h2d_busy_bytes_per_s / 1e9
+    down = profile.d2h_bytes_per_s / 1e9, profile.d2h_busy_bytes_per_s / 1e9
+    memory = profile.dram_bytes_per_s / 1e9, profile.host_dram_bytes_per_s / 1e9
+    return (
+        f"CPU update {cpu[0]:.2f} / {cpu[1]:.2f} G parameters/s, to the device {up[0]:.1f} / {up[1]:.1f} GB/s, from it "
+        f"{down[0]:.1f} / {down[1]:.1f} GB/s; host memory {memory[0]:.0f} GB/s, {memory[1]:.0f} GB/s for all ranks"
+    )

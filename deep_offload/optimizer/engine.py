@@ -84,6 +84,7 @@ class OffloadEngine:
         settings: EngineSettings,
         *,
         warn: Callable[[str], None],
+        log: Callable[[str], None] = print,
         seconds: OpSeconds | None = None,
         device: torch.device | None = None,
         late_params: Collection[int] = (),
@@ -105,7 +106,7 @@ class OffloadEngine:
         self._on_gpu = on_gpu = self._device.type == "cuda"
         # The device first: where it has no room, no host memory was pinned in vain.
         self._device_state = DeviceState(self._state_plan, settings.num_slots, self._device)
-        self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn)
+        self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn, log=log)
         self._worker = SubgroupWorker(
             self._state_plan, self._host, self._device_state, self._buffers, settings.num_threads
         )

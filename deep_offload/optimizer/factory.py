@@ -16,6 +16,7 @@ from megatron.core.optimizer import OptimizerConfig
 from deep_offload.config import OffloadConfig
 from deep_offload.model.choose import is_share_free
 from deep_offload.model.residency import is_automatic
+from deep_offload.model.run import RunShape
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.follow import PlacementFollower
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
@@ -41,12 +42,14 @@ def build_optimizer(
     decoupled_min_lr: float | None = None,
     log: Callable[[str], None] = print,
     estimated_bytes: int | None = None,
+    run: RunShape | None = None,
     is_peak_early: bool = True,
 ) -> DeepOffloadOptimizer:
     """Adam over the chunks' DDP buffers, placed as `offload` says; without offload all state stays on the GPU.
 
     estimated_bytes: what training takes of the GPU beside weights, gradients and state; needed where the number of
-    residents is left to us, else nothing is resident then. is_peak_early: the first steps take as much of the GPU as
+    residents is left to us, else nothing is resident then. run: what is trained, to estimate the compute around the
+    update. is_peak_early: the first steps take as much of the GPU as
     any later one, so that their peak may decide about further residents.
     Raises ValueError, one sentence, when the optimizer is not Adam or state does not fit.
     """
@@ -66,6 +69,7 @@ def build_optimizer(
             cores=_cores_of_this_rank(),
             estimated_bytes=estimated_bytes,
             may_move=True,
+            run=run,
         )
     may_grow = is_automatic(offload) and estimated_bytes is not None and is_peak_early
     read = memory_reader(engine.device) if may_grow else None

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import torch
 
-from deep_offload.model.calibrate import corrected_profile, rate_changes
+from deep_offload.model.calibrate import corrected_profile, measured_compute, rate_changes
+from deep_offload.model.choose import Compute
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.moves import best_move
-from deep_offload.model.trace import Expectation, backward_seconds
+from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.residency import expectation, placement_line
 from deep_offload.plan.placement import gpu_share_of
@@ -92,7 +93,7 @@ class PlacementFollower:
         self._is_corrected = True
         corrected = replace(before, profile=profile)
         share = gpu_share_of(engine.settings.placement)
-        is_moved = self._may_move and self._move(corrected, statistics.median(backward_seconds(t) for t in steps))
+        is_moved = self._may_move and self._move(corrected, measured_compute(before, steps))
         engine.expected = new = expectation(corrected, engine)
         if not is_off and not is_moved:
             return []
@@ -112,11 +113,11 @@ class PlacementFollower:
         self._log(line)
         return [placement_line(engine.layout, engine.settings.placement), line]
 
-    def _move(self, corrected: Expectation, backward: float) -> bool:
+    def _move(self, corrected: Expectation, compute: Compute) -> bool:
         """Move to a better placement, if there is one; returns whether it did."""
         engine = self._engine
         how = engine.movable, engine.num_slots, engine.late_subgroups, engine.can_move
-        placement = best_move(corrected, backward, *how)
+        placement = best_move(corrected, compute, *how)
         if placement is None:
             return False
         try:

@@ -144,15 +144,21 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         """Once the first steps have shown their peak, and once updates were measured: nothing of an iteration is under
         way here. All ranks come to this at the same steps, so that they may synchronize."""
         if self._growth is not None and self._growth.is_due:
-            self.synchronize()
+            self._settle_state()
             lines = self._growth.grow()
             if lines:
                 self._lines = tuple(lines)
                 self._follower.forget()
         self._follower.look()
         if self._follower.is_due:
-            self.synchronize()
+            self._settle_state()
             self._lines = tuple(self._follower.follow()) or self._lines
+
+    def _settle_state(self) -> None:
+        """Make state final, and let nobody read it where it lies so far: a checkpoint's writer may be doing so."""
+        self.synchronize()
+        if self.before_update is not None:
+            self.before_update()
 
     def synchronize(self) -> None:
         """Make state and parameters final: before evaluation, checkpoints, exit."""

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deep_offload.model.choose import Choice
+from deep_offload.model.choose import Choice, assumed_compute
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.memory import format_bytes
 from deep_offload.model.residency import GPU_MEMORY_SHARE, num_residents_that_fit
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.plan.layout import ShardLayout
-from deep_offload.plan.ops import OpKind, Place, Placement
+from deep_offload.plan.ops import Place, Placement
 
 NUM_STEPS = 3
 """Steps of a start whose peak counts: the first ones also hold what libraries allocate once."""
@@ -147,10 +147,8 @@ class ResidentGrowth:
 def expectation(before: Expectation, engine: OffloadEngine) -> Expectation:
     """The same rates, for the engine's placement as it is now."""
     new = replace(before, plan=engine.plan)
-    seconds = op_seconds(new.layout, new.state, new.profile)
-    # As placements are chosen: a backward pass just as long as all gradients' way to the host.
-    gradients = sum(seconds(OpKind.GRAD_FLUSH, s.index) for s in new.layout.subgroups)
-    timeline = new.timeline(gradients)
+    compute = before.compute or assumed_compute(new.layout, op_seconds(new.layout, new.state, new.profile))
+    timeline = new.timeline(compute)
     return replace(new, update_seconds=timeline.in_place_seconds, binding_lane=new.share_of_bound(timeline)[1])
 
 

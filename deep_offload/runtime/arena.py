@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.plan.storage import page_rounded
 
 PIN_CHUNK_BYTES = 4 << 30
+SECONDS_BETWEEN_LINES = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,19 @@ class HostArena:
     registered with CUDA in chunks that no array crosses; if that fails the arena stays pageable, with one warning.
     """
 
-    def __init__(self, specs: Sequence[ArraySpec], *, pin: bool, num_threads: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[ArraySpec],
+        *,
+        pin: bool,
+        num_threads: int,
+        warn: Callable[[str], None],
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """warn: takes the failure to pin; log: a line now and then where reserving takes long."""
         self._specs = tuple(specs)
         self.num_bytes = sum(s.num_bytes for s in specs)
-        self.is_pinned = False
+        self.is_pinned = pin and self.num_bytes > 0
         self._registered: list[int] = []
         self.arrays: list[torch.Tensor] = []
         if self.num_bytes == 0:
@@ -46,37 +57,60 @@ class HostArena:
             return
         self._mapping = _shared_mapping(self.num_bytes)
         base = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        cpu_kernels.extension().first_touch(base.data_ptr(), self.num_bytes, num_threads)
+        progress = _Progress(self.num_bytes, log)
+        for start, num_bytes in _chunks([s.num_bytes for s in self._specs], self.num_bytes):
+            address = base.data_ptr() + start
+            cpu_kernels.extension().first_touch(address, num_bytes, num_threads)
+            if self.is_pinned:
+                self.is_pinned = self._pin(address, num_bytes, warn)
+            progress.add(num_bytes)
         offset = 0
         for spec in self._specs:
             raw = base[offset : offset + spec.numel * spec.dtype.itemsize]
             self.arrays.append(raw.view(spec.dtype))
             offset += spec.num_bytes
-        if pin:
-            self.is_pinned = self._pin(base.data_ptr(), warn)
 
-    def _pin(self, address: int, warn: Callable[[str], None]) -> bool:
-        cudart = torch.cuda.cudart()
-        for start, num_bytes in _chunks([s.num_bytes for s in self._specs], self.num_bytes):
-            status = int(cudart.cudaHostRegister(address + start, num_bytes, 0))
-            if status != 0:
-                for registered in self._registered:
-                    cudart.cudaHostUnregister(registered)
-                self._registered.clear()
-                warn(
-                    f"pinning {self.num_bytes / 2**30:.1f} GiB of host memory failed (CUDA error {status}): copies use "
-                    "pageable memory and reach about a tenth of the link; raise the memory limit or lower the state"
-                )
-                return False
-            self._registered.append(address + start)
-        return True
+    def _pin(self, address: int, num_bytes: int, warn: Callable[[str], None]) -> bool:
+        status = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+        if status == 0:
+            self._registered.append(address)
+            return True
+        self._unpin()
+        warn(
+            f"pinning {self.num_bytes / 2**30:.1f} GiB of host memory failed (CUDA error {status}): copies use "
+            "pageable memory and reach about a tenth of the link; raise the memory limit or lower the state"
+        )
+        return False
 
-    def close(self) -> None:
-        """Unpin and drop the arrays. No copy may be in flight."""
+    def _unpin(self) -> None:
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._registered.clear()
+
+    def close(self) -> None:
+        """Unpin and drop the arrays. No copy may be in flight."""
+        self._unpin()
         self.arrays.clear()
+
+
+class _Progress:
+    """Says how far it is, every SECONDS_BETWEEN_LINES."""
+
+    def __init__(self, num_bytes: int, log: Callable[[str], None]) -> None:
+        self._num_bytes, self._log = num_bytes, log
+        self._done = 0
+        self._start = self._last = time.monotonic()
+
+    def add(self, num_bytes: int) -> None:
+        """So many further bytes are there."""
+        self._done += num_bytes
+        now = time.monotonic()
+        if now - self._last >= SECONDS_BETWEEN_LINES and self._done < self._num_bytes:
+            self._last = now
+            self._log(
+                f"reserving host memory: {self._done / 2**30:.1f} of {self._num_bytes / 2**30:.1f} GiB after "
+                f"{now - self._start:.0f} s"
+            )
 
 
 def _shared_mapping(num_bytes: int) -> mmap.mmap:

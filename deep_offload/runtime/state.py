@@ -68,13 +68,21 @@ class StatePlan:
 class HostState:
     """Owns the pinned arrays of all offloaded subgroups; `arrays[i]` are views, valid until `close`."""
 
-    def __init__(self, plan: StatePlan, *, pin: bool, num_threads: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: StatePlan,
+        *,
+        pin: bool,
+        num_threads: int,
+        warn: Callable[[str], None],
+        log: Callable[[str], None] = print,
+    ) -> None:
         wanted = [
             (s.index, f.name, ArraySpec(s.numel, dtype))
             for s in plan.layout.subgroups
             for f, dtype in plan.owned_arrays(s)
         ]
-        self._arena = HostArena([spec for _, _, spec in wanted], pin=pin, num_threads=num_threads, warn=warn)
+        self._arena = HostArena([spec for _, _, spec in wanted], pin=pin, num_threads=num_threads, warn=warn, log=log)
         self._owned: list[Arrays] = [{} for _ in plan.layout.subgroups]
         for (index, name, _), array in zip(wanted, self._arena.arrays, strict=True):
             self._owned[index][name] = array

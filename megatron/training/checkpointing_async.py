@@ -1,4 +1,4 @@
-"""Saving beside training: a thread writes this rank's file while forward and backward go on.
+"""Saving beside training: a thread writes this rank's files while forward and backward go on.
 
 The thread reads either a copy, taken where the host has room for one, or the state itself; then the next update waits
 until the thread has read it all. Either way no later step is in the checkpoint.

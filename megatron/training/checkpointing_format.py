@@ -98,14 +98,14 @@ class BoxWriter:
         if data.untyped_storage().nbytes() != data.numel() * data.element_size():
             data = _own_storage(data)
         start = self._stream.position
-        torch.save(data, self._stream)
+        self._stream.save(data)
         length = self._stream.position - start
         self._written.items.append(WrittenItem(key, start, length, data.dtype, global_shape, offset, shape))
 
     def add_object(self, key: str, value: Any) -> None:
         """Append an object of plain Python and tensors; key: with its shard, as megatron-core's `unique_key`."""
         start = self._stream.position
-        torch.save([value], self._stream)
+        self._stream.save([value])
         self._written.items.append(WrittenItem(key, start, self._stream.position - start))
 
     def finish(self) -> WrittenFile:
@@ -124,6 +124,15 @@ class _HashedFile:
         self._synced: Future[None] | None = None
         self._unsynced = 0
         self.position = 0
+
+    def save(self, value: Any) -> None:
+        """`torch.save` into the file. Raises OSError as the disk told it."""
+        try:
+            torch.save(value, self)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch ends its archive all the same, which hides a full disk
+                raise error.__context__ from None
+            raise
 
     def write(self, data: Any) -> int:
         """Append bytes; returns how many. `data` is not touched afterwards."""

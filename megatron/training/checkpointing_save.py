@@ -1,6 +1,7 @@
 """Saving: every rank writes the ranges that it owns, front to back, and the first rank makes them a checkpoint.
 
-Nothing is gathered and nothing is copied but one box at a time, so a save takes next to no memory on host and device.
+Nothing is gathered and nothing is copied but one box of each file at a time, so a save takes next to no memory on host
+and device.
 All ranks exchange words at two points only, each with the errors of all: a full disk on one rank ends the save
 everywhere, and training goes on.
 """
@@ -213,9 +214,11 @@ def write_own(folder: Path, items: Iterable[SaveItem]) -> list[WrittenFile]:
     Reads on the caller's CUDA stream.
     """
     parts = _halves(items)
-    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def write(number: int) -> WrittenFile:
+        if stream is not None:  # a thread begins on the first GPU, and leaving the block would make a context there
+            torch.cuda.set_device(stream.device)
         with torch.cuda.stream(stream):
             return _write_file(folder, f"__{dist.get_rank()}_{number}.distcp", parts[number])
 
@@ -250,7 +253,7 @@ def write_common(folder: Path, common: dict[str, Any], files: list[WrittenFile])
     missing = missing_parts(files)
     assert not missing, f"no rank wrote {missing}"
     with BoxWriter(folder, layout.COMMON) as writer:
-        torch.save(common, writer.stream)
+        writer.stream.save(common)
         written = writer.finish()
     index = build_index(files)
     layout.write_file(folder / layout.METADATA, index)

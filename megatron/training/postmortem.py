@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from deep_offload.model.residency import is_automatic
 from deep_offload.optimizer.megatron_names import named_params
 from megatron.training.checkpointing_layout import read_tracker
 from megatron.training.checkpointing_save import saved_arguments
@@ -137,6 +138,11 @@ class PostMortem:
             return (
                 f"GPU memory ran out, {device:.2f} GiB of it are optimizer state: add --interleaved-offload, and "
                 f"--offload-device-budget-gib for what may stay, or {model}"
+            )
+        if is_automatic(self._config.offload):
+            return (
+                f"GPU memory ran out, {device:.2f} GiB of it are optimizer state and staging slots, what seemed to "
+                f"fit: give --offload-device-budget-gib with less than that, or {model}"
             )
         return (
             f"GPU memory ran out, {device:.2f} GiB of it are optimizer state and staging slots: lower "

@@ -20,7 +20,7 @@ from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
 from megatron.training.device import describe_device
-from megatron.training.dry_run import estimated_bytes
+from megatron.training.dry_run import estimated_bytes, run_shape
 from megatron.training.exit_codes import FINISHED
 from megatron.training.initialize import initialize, shut_down
 from megatron.training.launch import Ranks
@@ -117,6 +117,7 @@ def _build_optimizer(
         decoupled_min_lr=config.lr.decoupled_min_lr,
         log=report_first,
         estimated_bytes=estimated_bytes(config, parallel_state.get_pipeline_model_parallel_rank()),
+        run=run_shape(config),
         # A pipeline holds more micro-batches at once when the batch has grown.
         is_peak_early=len(config.batch_phases) == 1 or config.parallel.pipeline_model_parallel_size == 1,
     )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from megatron.training import checkpointing_format
 from megatron.training import checkpointing_layout as layout
 from megatron.training import checkpointing_load as load
 from tests.checkpoint import save_cases as cases
@@ -69,6 +74,23 @@ def test_a_full_disk_of_a_file_system(pool, tmp_path):
         assert cases.complete_and_right(Path(root)) == 1
     finally:
         subprocess.run(["umount", str(small)], check=True)
+
+
+@pytest.mark.parametrize("fault", ["write", "sync"])
+def test_a_disk_keeps_its_words(tmp_path, monkeypatch, fault):
+    """torch's own complaint about an archive that is cut short does not take their place, and no thread stays."""
+    folder, name, said = tmp_path, "file", "told once"
+    if fault == "write":
+        folder, name, said = Path("/dev"), "full", "No space left"
+    else:
+        monkeypatch.setattr(checkpointing_format, "_SYNC_BYTES", 1 << 20)
+        monkeypatch.setattr(os, "fdatasync", mock.Mock(side_effect=OSError(5, said)))
+    shape = (1 << 20,)
+    with pytest.raises(OSError, match=said), checkpointing_format.BoxWriter(folder, name) as writer:
+        for number in range(3):
+            writer.add_tensor(str(number), shape, (0,), shape, torch.zeros(shape))
+        writer.finish()
+    assert not any(thread.name.startswith("checkpoint") for thread in threading.enumerate())
 
 
 def _verify(folder: str) -> bool | str:

@@ -117,6 +117,7 @@ def test_an_error_leaves_a_directory(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words_of_advice"),
     [
+        ("--interleaved-offload", "what seemed to fit: give --offload-device-budget-gib with less than that"),
         (OFFLOAD, "staging slots: lower --offload-device-budget-gib (or --offload-resident-fraction"),
         ("", "are optimizer state: add --interleaved-offload, and --offload-device-budget-gib"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from deep_offload.config import OffloadConfig
 from deep_offload.model import calibrate
 from deep_offload.model.calibrate import corrected_profile, rate_changes
-from deep_offload.model.choose import choose_placement
+from deep_offload.model.choose import Compute, choose_placement
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import BUILT_IN_PROFILES
@@ -71,7 +71,7 @@ def test_a_wrong_profile_is_corrected(ranks, off):
     """From updates of the true machine, placed by a profile 20-40 % off, come its update within 3 % and its share."""
     truth = TRUTH if ranks == 1 else TWO_RANKS
     start = choice(wrong(truth, **off), ranks)
-    backward = 0.2
+    backward = Compute(0.0, 0.2)
     measured = expectation(truth, start.placement, ranks=ranks).timeline(backward)
     believed = expectation(wrong(truth, **off), start.placement, ranks=ranks)
     corrected = corrected_profile(believed, [measured] * 3)
@@ -86,22 +86,22 @@ def test_a_wrong_profile_is_corrected(ranks, off):
 def test_a_right_profile_stays():
     """Updates just as predicted leave every rate but for rounding, and name no change."""
     expected = expectation(TRUTH, place_by_share(52, 0.6))
-    corrected = corrected_profile(expected, [expected.timeline(0.2)])
+    corrected = corrected_profile(expected, [expected.timeline(Compute(0.0, 0.2))])
     for name in HardwareProfile.__slots__:
         if name.endswith("_per_s"):
             assert getattr(corrected, name) == pytest.approx(getattr(TRUTH, name), rel=1e-3), name
     assert rate_changes(TRUTH, corrected, "param") == []
     assert corrected.source == f"{TRUTH.source}, measured by 1 updates of training"
-    assert corrected_profile(replace(expected, profile=corrected), [expected.timeline(0.2)] * 10).source.endswith(
-        f"{TRUTH.source}, measured by 10 updates of training"
-    )
+    assert corrected_profile(
+        replace(expected, profile=corrected), [expected.timeline(Compute(0.0, 0.2))] * 10
+    ).source.endswith(f"{TRUTH.source}, measured by 10 updates of training")
 
 
 def test_lanes_without_work_keep_their_rates():
     """All on the CPU says nothing about GPU updates; all streamed nothing about CPU updates."""
     for share, kept in ((0.0, "gpu_adam_params_per_s"), (1.0, "cpu_adam_param_params_per_s")):
         placement = place_by_share(52, share)
-        measured = expectation(TRUTH.scaled(0.8), placement).timeline(0.2)
+        measured = expectation(TRUTH.scaled(0.8), placement).timeline(Compute(0.0, 0.2))
         corrected = corrected_profile(expectation(TRUTH, placement), [measured])
         assert getattr(corrected, kept) == getattr(TRUTH, kept)
         assert corrected.h2d_busy_bytes_per_s == pytest.approx(0.8 * TRUTH.h2d_busy_bytes_per_s, rel=0.02)
@@ -111,7 +111,7 @@ def test_corrections_are_bounded():
     """A machine that stood still for a while changes no rate by more than a factor of two."""
     placement = place_by_share(52, 0.5)
     for factor, bound in ((0.1, 0.5), (10.0, 2.0)):
-        measured = expectation(TRUTH.scaled(factor), placement).timeline(0.2)
+        measured = expectation(TRUTH.scaled(factor), placement).timeline(Compute(0.0, 0.2))
         corrected = corrected_profile(expectation(TRUTH, placement), [measured])
         assert corrected.cpu_adam_param_busy_params_per_s == bound * TRUTH.cpu_adam_param_busy_params_per_s
         assert corrected.h2d_bytes_per_s == bound * TRUTH.h2d_bytes_per_s
@@ -120,7 +120,10 @@ def test_corrections_are_bounded():
 def test_one_slow_update_does_not_count():
     """Medians over the steps: an update that met another job changes nothing."""
     expected = expectation(TRUTH, place_by_share(52, 0.5))
-    fine, slow = expected.timeline(0.2), expectation(TRUTH.scaled(0.3), expected.plan.placement).timeline(0.2)
+    fine, slow = (
+        expected.timeline(Compute(0.0, 0.2)),
+        expectation(TRUTH.scaled(0.3), expected.plan.placement).timeline(Compute(0.0, 0.2)),
+    )
     assert corrected_profile(expected, [fine, slow, fine]) == replace(
         corrected_profile(expected, [fine] * 3), source=f"{TRUTH.source}, measured by 3 updates of training"
     )
@@ -131,7 +134,7 @@ def test_only_the_slow_lane_is_blamed():
     expected = expectation(TRUTH, place_by_share(52, 0.5))
     spans = [
         Span(s.op, s.start, s.start + s.seconds * (20.8 / 18.0 if s.op.kind is OpKind.UPDATE_CPU else 1.0))
-        for s in expected.timeline(0.2).spans
+        for s in expected.timeline(Compute(0.0, 0.2)).spans
     ]
     corrected = corrected_profile(expected, [Timeline(tuple(spans))])
     ratio = corrected.cpu_adam_param_busy_params_per_s / TRUTH.cpu_adam_param_busy_params_per_s
@@ -143,7 +146,7 @@ def test_only_the_slow_lane_is_blamed():
 
 
 def _cpu_seconds(expected: Expectation) -> float:
-    spans = expected.timeline(0.2).spans
+    spans = expected.timeline(Compute(0.0, 0.2)).spans
     return sum(span.seconds for span in spans if span.op.kind is OpKind.UPDATE_CPU)
 
 
@@ -151,7 +154,7 @@ def test_a_forgotten_lane_is_noticed(monkeypatch):
     """Without the CPU's factor the corrected profile misses the measured update."""
     monkeypatch.setitem(calibrate._RATES, Lane.CPU, ())
     placement = place_by_share(52, 0.4)
-    measured = expectation(TRUTH, placement).timeline(0.2)
+    measured = expectation(TRUTH, placement).timeline(Compute(0.0, 0.2))
     believed = expectation(wrong(TRUTH, cpu=1.4), placement)
-    got = replace(believed, profile=corrected_profile(believed, [measured])).timeline(0.2)
+    got = replace(believed, profile=corrected_profile(believed, [measured])).timeline(Compute(0.0, 0.2))
     assert abs(got.in_place_seconds / measured.in_place_seconds - 1) > 0.1

@@ -8,7 +8,7 @@ import pytest
 
 from deep_offload.config import OffloadConfig
 from deep_offload.model import moves
-from deep_offload.model.choose import choose_placement
+from deep_offload.model.choose import Compute, choose_placement
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.dry_run import dry_run_report, forecast
 from deep_offload.model.gpt import NAMED_SHAPES
@@ -88,7 +88,7 @@ def expectation(share, profile=H200, layout=LAYOUT):
 
 def move(expected, movable=None, can_move=lambda _placement: True, backward=0.1):
     movable = list(range(len(expected.layout.subgroups))) if movable is None else movable
-    return best_move(expected, backward, movable, 4, (), can_move)
+    return best_move(expected, Compute(0.0, backward), movable, 4, (), can_move)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, SMALL], ids=["steps", "all"])

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.optimizer import build, follow
@@ -41,7 +42,7 @@ def paper_machine(truth: HardwareProfile, believed: HardwareProfile, *others: Ha
         if finished(self) is None or self.expected is None:
             return None
         machines = truth, *others
-        return replace(self.expected, profile=machines[dist.get_rank() % len(machines)]).timeline(1e-9)
+        return replace(self.expected, profile=machines[dist.get_rank() % len(machines)]).timeline(Compute(0.0, 1e-9))
 
     with (
         mock.patch.object(build, "profile_for_run", lambda *_unused, **_named: believed),

@@ -13,6 +13,7 @@ from follow_cases import MACHINE, paper_machine, wrong
 from loop_cases import train
 from residency_cases import counts
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.hardware import profile_from_json
 from deep_offload.model.machines import cache_file
@@ -41,11 +42,11 @@ def paper_engine(believed=MACHINE, share=0.5):
     placement = place_by_share(len(LAYOUT.subgroups), share)
     plan = build_plan(LAYOUT, placement, 4, op_seconds(LAYOUT, STATE, believed))
     expected = Expectation(plan, LAYOUT, STATE, believed, 1, 0.0, "cpu")
-    expected = replace(expected, update_seconds=expected.timeline(0.2).in_place_seconds)
+    expected = replace(expected, update_seconds=expected.timeline(Compute(0.0, 0.2)).in_place_seconds)
     engine = SimpleNamespace(
         expected=expected, layout=LAYOUT, plan=plan, settings=SimpleNamespace(placement=placement), truth=MACHINE
     )
-    engine.finished_timeline = lambda: replace(engine.expected, profile=engine.truth).timeline(0.2)
+    engine.finished_timeline = lambda: replace(engine.expected, profile=engine.truth).timeline(Compute(0.0, 0.2))
     return engine
 
 

@@ -34,6 +34,7 @@ from deep_offload.optimizer import build
 from deep_offload.optimizer.residency import NUM_STEPS, GpuMemory
 from deep_offload.plan.layout import build_layout
 from deep_offload.runtime.state import DeviceState
+from megatron.training import training
 from megatron.training.arguments import parse_args
 from megatron.training.dry_run import run_shape
 
@@ -280,6 +281,23 @@ def test_the_dry_run_says_what_a_run_does(part):
     assert share == part if part in (0.0, 1.0) else 0 < share < part
 
 
+@pytest.mark.parametrize(("left", "slots"), [(PLENTY, 8), (0, 4)])
+def test_slots_keep_to_what_the_estimate_leaves(left, slots):
+    """More slots than are needed are taken only from memory that the estimate leaves, be it none."""
+    profile = replace(BUILT_IN_PROFILES["h200"], op_overhead_seconds=0.0)
+    seen = []
+    with (
+        paper_gpu(left),
+        mock.patch.object(training, "run_shape", lambda _config: None),  # the compute assumed instead hides enough
+        mock.patch.object(build, "profile_for_run", lambda *_unused, **_named: profile),
+    ):
+        train(
+            f"{COMMON} --offload-resident-fraction 0 --offload-gpu-share 1 --train-iters 1",
+            before_step=lambda optimizer: seen.append(optimizer._engine.settings),
+        )
+    assert seen[0].num_slots == slots
+
+
 def test_without_a_gpu_nothing_is_resident():
     """On the CPU `auto` keeps its meaning."""
     seen = []
@@ -343,3 +361,19 @@ def test_a_checkpoint_behind_the_change(tmp_path, resident_run):
     assert len(seen) == 3 and seen[0]["resident"] == seen[2]["resident"] == 0
     again = train(f"{COMMON} --load {tmp_path} --offload-resident-fraction 0 --train-iters 8")
     assert again.digest == resident_run.digest
+
+
+def test_a_writer_has_read_before_state_moves(resident_run):
+    """A checkpoint's writer that reads beside training is waited for while state still lies where it began to read."""
+    moved, waited = [], []
+
+    def before(optimizer):
+        moved.append(counts(optimizer._engine)["resident"])
+        optimizer.before_update = lambda: waited.append(counts(optimizer._engine)["resident"])
+
+    with paper_gpu(1, PLENTY):
+        got = train(f"{COMMON} {AUTO}", before_step=before)
+    assert got.digest == resident_run.digest
+    assert moved[NUM_STEPS] > 0
+    # Once more than there are updates: the wait before the fourth forward pass still sees the old placement.
+    assert waited == [0] * (NUM_STEPS + 1) + [moved[NUM_STEPS]] * (8 - NUM_STEPS)

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.trace import explained_share, forward_seconds, run_trace
 from deep_offload.optimizer.step_marks import StepMarks, phases_of
 from deep_offload.plan.draw import draw_lanes, read_trace
@@ -138,7 +139,7 @@ def test_bytes_on_the_device():
         (2e3, 5.0),
     ]
     resident = expectation("resident")
-    counted = run_trace([resident.timeline(0.001)], resident)["traceEvents"]
+    counted = run_trace([resident.timeline(Compute(0.0, 0.001))], resident)["traceEvents"]
     values = [e["args"]["MiB"] for e in counted if e["ph"] == "C" and e["name"] == "GPU bytes"]
     mebibytes = 4 * sum(s.numel for s in resident.layout.subgroups[:4]) * 2.5 / 2**20  # half, split: 10 bytes each
     assert values[0] == values[-1] == pytest.approx(mebibytes)

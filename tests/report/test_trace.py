@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 
+from deep_offload.model.choose import Compute
 from deep_offload.model.trace import Expectation, attributed_share, run_trace
 from deep_offload.plan.draw import chrome_trace, read_trace
 from deep_offload.plan.ops import Lane, Op, OpKind
@@ -66,7 +67,7 @@ def test_simulated_updates_are_all_explained(case, state, profile):
 
     plan = build_plan(case.layout, case.placement, case.num_slots)
     expected = Expectation(plan, case.layout, state, profile, 1, 0.0, "cpu")
-    timeline = expected.timeline(0.001)
+    timeline = expected.timeline(Compute(0.0, 0.001))
     facts = expected.judge(timeline)
     assert (facts is None) == (not timeline.update_spans)
     if facts is not None:

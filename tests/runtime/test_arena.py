@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from deep_offload.runtime import arena as arena_module
 from deep_offload.runtime.arena import PIN_CHUNK_BYTES, ArraySpec, HostArena, _chunks
 
 MIB = 1 << 20
@@ -36,6 +37,20 @@ def test_arrays_are_exact_zeroed_and_apart():
     for number, array in enumerate(arena.arrays):
         assert torch.all(array == number + 1)
     arena.close()
+
+
+def test_reserving_much_says_how_far_it_is(monkeypatch):
+    """A line for each chunk when time has passed, none for the last, none at all while it is quick."""
+    monkeypatch.setattr(arena_module, "PIN_CHUNK_BYTES", MIB)
+    lines: list[str] = []
+    sizes = [(MIB // 4, torch.float32)] * 4
+    make(sizes, log=lines.append).close()
+    assert lines == []
+    monkeypatch.setattr(arena_module, "SECONDS_BETWEEN_LINES", 0.0)
+    make(sizes, log=lines.append).close()
+    assert [line.split(" after ")[0] for line in lines] == [
+        f"reserving host memory: 0.0 of {4 * MIB / 2**30:.1f} GiB"
+    ] * 3
 
 
 def test_memory_is_the_sum_of_the_arrays():
