@@ -37,8 +37,10 @@ STORAGES = [(MasterStorage.FULL, dtype) for dtype in WEIGHT_DTYPES] + [
 SEGMENTS = {
     "one": lambda n: [[0, n, 0]],
     "one held": lambda n: [[0, n, reference.HOLD]],
-    "aligned": lambda n: [[0, 4096, 0], [4096, 4112, 1], [4112, 8192, reference.HOLD], [8192, n // 16 * 16, 1]]
-    + ([[n // 16 * 16, n, 0]] if n % 16 else []),
+    "aligned": lambda n: (
+        [[0, 4096, 0], [4096, 4112, 1], [4112, 8192, reference.HOLD], [8192, n // 16 * 16, 1]]
+        + ([[n // 16 * 16, n, 0]] if n % 16 else [])
+    ),
     "ragged": lambda n: [[0, 1, 1], [1, 2050, 0], [2050, 5001, reference.HOLD], [5001, n, 1]],
 }
 
@@ -162,9 +164,7 @@ def test_a_weight_over_its_gradient():
     """The 16-bit weight may be written over the gradient's memory."""
     state = ordinary_state(100_001, torch.bfloat16, seed=8)
     want, want_weight = run_reference(state, torch.bfloat16)
-    master, exp_avg, exp_avg_sq, grad = (
-        t.cuda() for t in (state.master, state.exp_avg, state.exp_avg_sq, state.grad)
-    )
+    master, exp_avg, exp_avg_sq, grad = (t.cuda() for t in (state.master, state.exp_avg, state.exp_avg_sq, state.grad))
     segments = gpu.SegmentTable.build(reference.one_segment(state.numel), grad.device)
     gpu.adam_update(
         master, exp_avg, exp_avg_sq, grad, grad, segments, table().cuda(), GRAD_SCALE, MasterStorage.FULL, True

@@ -42,9 +42,7 @@ class State:
         return State(self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone(), self.grad.clone())
 
     def cut(self, start: int, end: int) -> State:
-        return State(
-            self.master[start:end], self.exp_avg[start:end], self.exp_avg_sq[start:end], self.grad[start:end]
-        )
+        return State(self.master[start:end], self.exp_avg[start:end], self.exp_avg_sq[start:end], self.grad[start:end])
 
 
 def generator(seed: int) -> torch.Generator:

@@ -109,9 +109,7 @@ def test_dry_run_allocates_nothing_and_says_whether_it_fits():
         "except SystemExit as stop:\n"
         "    print('torch' in sys.modules, stop.code)\n"
     )
-    fits = subprocess.run(
-        [sys.executable, "-c", code, *model], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    fits = subprocess.run([sys.executable, "-c", code, *model], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert fits.stdout.splitlines()[-1] == "False 0", fits.stderr
     assert "predicted update" in fits.stdout
     assert "host bytes of a rank" in fits.stdout
