@@ -112,12 +112,15 @@ def adam_classes(step: int) -> list[AdamClass]:
     return [AdamClass(lr, *betas, eps, wd, step) for lr, betas, eps, wd in GROUPS]
 
 
-def drive(case: Case, num_steps: int, watch=None) -> dict[str, torch.Tensor]:
-    """Run the case; returns weights and all states, flat. watch(step, model, scale) sees final gradients."""
+def drive(case: Case, num_steps: int, watch=None, before=None, after=None) -> dict[str, torch.Tensor]:
+    """Run the case; returns weights and all states, flat. watch(step, model, scale) sees final gradients; before and
+    after (step, engine) are called around each step."""
     model = make_model(case)
     engine = make_engine(case, model)
     try:
         for step in range(1, num_steps + 1):
+            if before is not None:
+                before(step, engine)
             engine.wait_until_reusable()
             fill_grads(case, model, step)
             for i in range(0, len(engine.layout.subgroups), 2):  # half of them early, as hooks would, out of order
@@ -126,6 +129,8 @@ def drive(case: Case, num_steps: int, watch=None) -> dict[str, torch.Tensor]:
             if watch is not None:
                 watch(step, model, scale)
             engine.update(adam_classes(step), model.group_of, scale)
+            if after is not None:
+                after(step, engine)
         engine.synchronize()
         return collect(engine, model)
     finally:

@@ -11,13 +11,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_cases import (
     ALL_RESIDENT,
     Case,
-    adam_classes,
     assert_same_bits,
     bits,
-    collect,
     drive,
-    fill_grads,
-    grad_scale,
     make_engine,
     make_model,
 )
@@ -45,25 +41,14 @@ def moved(engine, share):
 
 def drive_moving(case, shares, look=None, grow=None):
     """As `drive`, but before step s the GPU's share becomes shares[s]; look(step, engine) sees each step's end."""
-    model = make_model(case)
-    engine = make_engine(case, model)
-    try:
-        for step in range(1, NUM_UPDATES + 1):
-            if step in shares:
-                engine.move(moved(engine, shares[step]))
-            if step == grow:
-                engine.keep_resident(len(engine.layout.subgroups) // 2)
-            engine.wait_until_reusable()
-            fill_grads(case, model, step)
-            for i in range(0, len(engine.layout.subgroups), 2):
-                engine.grads_ready(i)
-            engine.update(adam_classes(step), model.group_of, grad_scale(model))
-            if look is not None:
-                look(step, engine)
-        engine.synchronize()
-        return collect(engine, model)
-    finally:
-        engine.close()
+
+    def move(step, engine):
+        if step in shares:
+            engine.move(moved(engine, shares[step]))
+        if step == grow:
+            engine.keep_resident(len(engine.layout.subgroups) // 2)
+
+    return drive(case, NUM_UPDATES, before=move, after=look)
 
 
 @pytest.mark.parametrize("kind", TYPES)

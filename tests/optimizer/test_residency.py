@@ -12,14 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from engine_cases import (
     ALL_RESIDENT,
     Case,
-    adam_classes,
     assert_same_bits,
     bits,
-    collect,
     drive,
-    fill_grads,
-    grad_scale,
-    make_engine,
     make_model,
 )
 from loop_cases import COMMON as LOOP
@@ -57,23 +52,12 @@ def one_profile(tmp_path_factory):
 
 def drive_growing(case, growth, look=None):
     """As `drive`, but before step s the first growth[s] subgroups become resident; look(step, engine) sees each."""
-    model = make_model(case)
-    engine = make_engine(case, model)
-    try:
-        for step in range(1, NUM_UPDATES + 1):
-            if step in growth:
-                engine.keep_resident(min(growth[step], len(engine.layout.subgroups)))
-            engine.wait_until_reusable()
-            fill_grads(case, model, step)
-            for i in range(0, len(engine.layout.subgroups), 2):
-                engine.grads_ready(i)
-            engine.update(adam_classes(step), model.group_of, grad_scale(model))
-            if look is not None:
-                look(step, engine)
-        engine.synchronize()
-        return collect(engine, model)
-    finally:
-        engine.close()
+
+    def grow(step, engine):
+        if step in growth:
+            engine.keep_resident(min(growth[step], len(engine.layout.subgroups)))
+
+    return drive(case, NUM_UPDATES, before=grow, after=look)
 
 
 ALL = 1 << 30
