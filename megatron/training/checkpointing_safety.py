@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 import zipfile
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -149,7 +150,16 @@ class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _INDEX or (module == "torch" and name in _TORCH_NAMES):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.0 to 3.11.3 write a member of an enumeration
+            return self._member
         raise _refusal(self._name, module, name)
+
+    def _member(self, *arguments: Any) -> Enum:
+        """A member of an enumeration on the list, and nothing else that `getattr` would give."""
+        match arguments:
+            case EnumMeta() as enumeration, str(name) if name in enumeration.__members__:
+                return enumeration[name]
+        raise _refusal(self._name, "builtins", "getattr")
 
 
 def _refusal(file: str, module: str, name: str) -> ValueError:

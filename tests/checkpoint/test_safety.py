@@ -87,6 +87,20 @@ def test_no_name_that_calls_passes(tmp_path, function):
         safety.load_index(tmp_path / ".metadata")
 
 
+@pytest.mark.parametrize("name", ["TORCH_CONTIGUOUS_FORMAT", "__class__", "mro"])
+def test_only_members_of_enumerations_are_got_by_name(tmp_path, name):
+    """Early Pythons 3.11 write a member as getattr(enumeration, name): read, where it is one, and nothing else."""
+    module = b"torch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING\n"
+    text = f"V{name}\n".encode()
+    got = b"\x80\x02cbuiltins\ngetattr\n(c" + module + text + b"tR."
+    reader = safety._IndexUnpickler(io.BytesIO(got), ".metadata")
+    if name.isupper():
+        assert reader.load().name == name
+    else:
+        with pytest.raises(ValueError, match="names builtins.getattr"):
+            reader.load()
+
+
 def test_what_megatron_writes_passes(tmp_path):
     """Arguments, numpy's random state, tensors of all types, sets and ordered dictionaries."""
     value = {
