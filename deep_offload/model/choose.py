@@ -18,7 +18,7 @@ from deep_offload.model.memory import (
     slot_bytes,
 )
 from deep_offload.model.performance import DRAM, best_prediction, lane_costs
-from deep_offload.model.run import RunShape, compute_seconds
+from deep_offload.model.run import ComputeSeconds
 from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
@@ -110,9 +110,8 @@ class Compute:
     other: float = 0.0
 
     @classmethod
-    def of(cls, run: RunShape, profile: HardwareProfile) -> Compute:
+    def of(cls, seconds: ComputeSeconds) -> Compute:
         """The estimate for a run."""
-        seconds = compute_seconds(run, profile)
         return cls(seconds.forward, seconds.backward, seconds.iteration - seconds.forward - seconds.backward)
 
 

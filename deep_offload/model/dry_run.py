@@ -97,7 +97,7 @@ def _stage(
         can_split=run.is_bf16,
         num_ranks=ranks,
         may_move=True,
-        compute=Compute.of(run, profile),
+        compute=Compute.of(compute),
     )
     iteration = choice.predicted_iteration_seconds
     return StageForecast(pipeline_rank, layout, choice, model, iteration, max(0.0, iteration - compute.iteration))

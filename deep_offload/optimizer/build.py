@@ -14,7 +14,7 @@ from deep_offload.model.cost import op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
 from deep_offload.model.residency import choose_with_residents, is_automatic, state_budget_bytes
-from deep_offload.model.run import RunShape
+from deep_offload.model.run import RunShape, compute_seconds
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Shard
 from deep_offload.optimizer.residency import memory_reader, placement_line, start_with_room
@@ -55,7 +55,7 @@ def build_engine(
     num_threads = cpu_update_threads(max(1, int(cores)), 1, device.type == "cuda") if threads == "auto" else threads
     profile = _profile(config, device, num_threads, ranks, log)
     given = layout, config, profile
-    compute = None if run is None else Compute.of(run, profile)
+    compute = None if run is None else Compute.of(compute_seconds(run, profile))
     budget = _state_budget(device, estimated_bytes)
     choose = partial(
         choose_with_residents,

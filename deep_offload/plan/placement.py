@@ -15,10 +15,8 @@ def place_by_share(num_subgroups: int, gpu_share: float, resident_fraction: floa
     """
     residents = num_residents(num_subgroups, resident_fraction)
     offloaded = num_subgroups - residents
-    on_gpu = round(offloaded * gpu_share)
-    return (Place.RESIDENT,) * residents + tuple(
-        Place.GPU if (j + 1) * on_gpu // offloaded > j * on_gpu // offloaded else Place.CPU for j in range(offloaded)
-    )
+    all_on_cpu = with_residents((Place.CPU,) * num_subgroups, residents)
+    return place_among(all_on_cpu, range(residents, num_subgroups), offloaded - round(offloaded * gpu_share))
 
 
 def place_among(placement: Placement, movable: Sequence[int], num_cpu: int) -> Placement:

@@ -158,9 +158,8 @@ class DeviceState:
             return False
         if not streamed or not self.slots:
             return not streamed
-        slot = self.slots[0]
-        master_bytes = max(s.numel * plan.storage(s).bytes_per_param for s in streamed)
-        return max(s.numel for s in streamed) <= slot[EXP_AVG].numel() and master_bytes <= slot[MASTER].nbytes
+        slot, (numel, master_bytes) = self.slots[0], _slot_size(plan, streamed)
+        return numel <= slot[EXP_AVG].numel() and master_bytes <= slot[MASTER].nbytes
 
     def keep(self, plan: StatePlan, host: HostState) -> None:
         """Take in the state of subgroups that are resident from now on, and release slots that nobody needs any more.
@@ -188,11 +187,15 @@ class DeviceState:
 
 def _slot(plan: StatePlan, streamed: Sequence[Subgroup], device: torch.device) -> Arrays:
     """Arrays large enough for every streamed subgroup; the master's bytes serve both a full and a split one."""
-    master_bytes = max(s.numel * plan.storage(s).bytes_per_param for s in streamed)
-    numel = max(s.numel for s in streamed)
+    numel, master_bytes = _slot_size(plan, streamed)
     slot = _allocate(state_fields(MasterStorage.WEIGHT), numel, device)
     slot[MASTER] = torch.empty(master_bytes, dtype=torch.uint8, device=device)
     return slot
+
+
+def _slot_size(plan: StatePlan, streamed: Sequence[Subgroup]) -> tuple[int, int]:
+    """Elements of each moment and bytes of the master that a slot for these subgroups has at least."""
+    return max(s.numel for s in streamed), max(s.numel * plan.storage(s).bytes_per_param for s in streamed)
 
 
 def _allocate(fields: Sequence[Field], numel: int, device: torch.device) -> Arrays:
