@@ -24,7 +24,8 @@ import torch.distributed as dist
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels.scalars import AdamClass
 from deep_offload.optimizer.build import build_engine
-from deep_offload.optimizer.engine import OffloadEngine, Segment, Shard
+from deep_offload.optimizer.engine import OffloadEngine
+from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.ops import Lane
 
 

@@ -20,6 +20,7 @@ from deep_offload.plan.layout import MasterStorage
 BLOCK = 2048
 """Elements of one program, at most."""
 _MAX_NUMEL = 2**31 - BLOCK  # the kernels count elements in int32, up to the end of the last block
+_COPY_BLOCK = 512
 _NUM_WARPS = 8
 _ALIGNMENT = 16  # elements: what Triton needs to know of an offset to use 16-byte accesses for every type
 _KIND = {
@@ -140,6 +141,38 @@ def upcast_into(target: Tensor, source: Tensor) -> None:
             SIZE=BLOCK,
             num_warps=_NUM_WARPS,
         )
+
+
+def copy_past_engines(target: Tensor, source: Tensor) -> None:
+    """Copy the bytes of `source` into `target`, of equal type and shape, by a kernel on the current stream.
+
+    One of them lies on a GPU; the other may be host memory registered with CUDA: keep it until the stream has passed.
+    For a few bytes: no copy engine is used, in whose queue they would wait.
+    """
+    on_device = source if source.is_cuda else target
+    if source.dtype is not target.dtype or source.shape != target.shape or not on_device.is_cuda:
+        raise ValueError(
+            f"copy_past_engines takes two tensors of one type and shape, one of them on a GPU, got {source.dtype} "
+            f"{tuple(source.shape)} on {source.device} and {target.dtype} {tuple(target.shape)} on {target.device}"
+        )
+    arrays = [_as_words(tensor) for tensor in (target, source)]
+    if source.numel() == 0:
+        return
+    with torch.cuda.device_of(on_device):
+        triton_adam.copy_kernel[(triton.cdiv(arrays[0].numel(), _COPY_BLOCK),)](
+            *(array if array.is_cuda else _HostPointer(array) for array in arrays),
+            arrays[0].numel(),
+            SIZE=_COPY_BLOCK,
+            num_warps=4,
+        )
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous():
+        raise ValueError("copy_past_engines takes contiguous tensors, got one with gaps")
+    octets = tensor.reshape(-1).view(torch.uint8)
+    whole = octets.numel() % 4 == 0 and octets.data_ptr() % 4 == 0
+    return octets.view(torch.int32) if whole else octets
 
 
 class _HostPointer:

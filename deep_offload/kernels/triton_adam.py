@@ -148,3 +148,11 @@ def upcast_kernel(target, source, numel, SOURCE: tl.constexpr, SIZE: tl.constexp
     lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     mask = lane < numel
     tl.store(target + lane, _load_fp32(source, lane, mask, SOURCE), mask=mask)
+
+
+@triton.jit
+def copy_kernel(target, source, numel, SIZE: tl.constexpr):
+    """target [numel] = source [numel], words or bytes of any meaning."""
+    lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    mask = lane < numel
+    tl.store(target + lane, tl.load(source + lane, mask=mask), mask=mask)

@@ -14,10 +14,12 @@ import torch
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
 from deep_offload.model.trace import Expectation
+from deep_offload.optimizer.shards import SegmentTables, Shard, holding
+from deep_offload.optimizer.small_copies import to_device
 from deep_offload.optimizer.step_marks import Mark, StepMarks, phases_of
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.execute import PlanRun
-from deep_offload.plan.layout import MasterStorage, ShardLayout, ShardSpec, Subgroup
+from deep_offload.plan.layout import MasterStorage, ShardLayout, Subgroup
 from deep_offload.plan.ops import OpKind, Place, Placement, Plan
 from deep_offload.plan.placement import with_residents
 from deep_offload.plan.planner import OpSeconds, build_plan
@@ -29,31 +31,6 @@ from deep_offload.runtime.state import DeviceState, HostState, StatePlan
 from deep_offload.runtime.worker import DeviceBuffers, StepInputs, SubgroupWorker
 
 STATE_NAMES = (MASTER, EXP_AVG, EXP_AVG_SQ)
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements [start, end) of a shard that belong to parameter number `param` of the front end."""
-
-    start: int
-    end: int
-    param: int
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A flat piece of the training loop's buffers that this rank updates: views [numel], owned by the front end.
-
-    segments are sorted and disjoint; what they leave out is padding, whose state and weights stay zero.
-    """
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    segments: tuple[Segment, ...]
-
-    @property
-    def spec(self) -> ShardSpec:
-        return ShardSpec(self.param.numel(), self.param.dtype.itemsize, self.grad.dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +68,7 @@ class OffloadEngine:
     ) -> None:
         """late_params: parameters whose gradient is final only after backward, so that nothing else waits for it."""
         self.layout = layout
-        self.late_subgroups = _holding(layout, shards, late_params)
+        self.late_subgroups = holding(layout, shards, late_params)
         self.settings = settings
         self._shards = tuple(shards)
         self._device = shards[0].param.device if shards else device or torch.device("cpu")
@@ -117,11 +94,12 @@ class OffloadEngine:
         self._run: PlanRun | None = None
         self._closing: PlanRun | None = None
         self._finished: PlanRun | None = None
+        self._measured: tuple[PlanRun, Timeline] | None = None
         self._kept: deque[tuple[PlanRun, tuple[Mark, ...]]] = deque(maxlen=1)
         self.expected: Expectation | None = None
         """What the placement was chosen by, where a profile of this machine was at hand."""
         self._ready: set[int] = set()
-        self._segments = _SegmentTables(self._shards, layout, self._device)
+        self._segments = SegmentTables(self._shards, layout, self._device)
         self._num_in_place = 0
         self._waited = 0.0
         self.wait_seconds = 0.0
@@ -158,7 +136,12 @@ class OffloadEngine:
         scalars = torch.tensor([scalar_row(c) for c in classes], dtype=torch.float32)
         host_tables, device_tables = self._segments.tables(tuple(class_of))
         self._worker.inputs = StepInputs(
-            scalars, scalars.to(self._device), host_tables, device_tables, grad_scale, all(c.decoupled for c in classes)
+            scalars,
+            to_device(scalars, self._device),
+            host_tables,
+            device_tables,
+            grad_scale,
+            all(c.decoupled for c in classes),
         )
         self.wait_until_reusable()  # of the update before, if no forward pass asked for all parameters
         run = self._current()
@@ -228,7 +211,9 @@ class OffloadEngine:
         run = self._finished
         if run is None or not self._backend.is_done(run.completions):
             return None
-        return self._backend.timeline(run.completions)
+        if self._measured is None or self._measured[0] is not run:
+            self._measured = run, self._backend.timeline(run.completions)
+        return self._measured[1]
 
     def close(self) -> None:
         """Finish all work, end the threads, release host memory. The engine cannot be used afterwards."""
@@ -437,60 +422,3 @@ class OffloadEngine:
 
     def _view(self, subgroup: Subgroup, name: str) -> torch.Tensor:
         return getattr(self._shards[subgroup.shard], name)[subgroup.start : subgroup.start + subgroup.numel]
-
-
-def _holding(layout: ShardLayout, shards: Sequence[Shard], params: Collection[int]) -> frozenset[int]:
-    """Subgroups that hold an element of one of the parameters."""
-    return frozenset(
-        s.index
-        for s in layout.subgroups
-        if any(g.param in params and g.start < s.start + s.numel and s.start < g.end for g in shards[s.shard].segments)
-    )
-
-
-class _SegmentTables:
-    """Per subgroup: which elements take which class of scalars. Built once for each assignment of classes."""
-
-    def __init__(self, shards: Sequence[Shard], layout: ShardLayout, device: torch.device) -> None:
-        self._shards = shards
-        self._layout = layout
-        self._device = device
-        self._key: tuple[int, ...] | None = None
-        self._host: list[torch.Tensor] = []
-        self._on_device: list[object] = []
-
-    def tables(self, class_of: tuple[int, ...]) -> tuple[list[torch.Tensor], list[object]]:
-        if class_of != self._key:
-            self._host = [self._table(s, class_of) for s in self._layout.subgroups]
-            self._on_device = [_device_table(t, self._device) for t in self._host]
-            self._key = class_of
-        return self._host, self._on_device
-
-    def _table(self, subgroup: Subgroup, class_of: tuple[int, ...]) -> torch.Tensor:
-        """Rows (start, end, class) that cover the subgroup; neighbors of one class are merged."""
-        rows: list[list[int]] = []
-        position = 0
-
-        def add(start: int, end: int, index: int) -> None:
-            if rows and rows[-1][2] == index:
-                rows[-1][1] = end
-            elif end > start:
-                rows.append([start, end, index])
-
-        for segment in self._shards[subgroup.shard].segments:
-            start = max(segment.start - subgroup.start, 0)
-            end = min(segment.end - subgroup.start, subgroup.numel)
-            if start < end:
-                add(position, start, reference.HOLD)
-                add(start, end, class_of[segment.param])
-                position = end
-        add(position, subgroup.numel, reference.HOLD)
-        return torch.tensor(rows, dtype=torch.int64)
-
-
-def _device_table(table: torch.Tensor, device: torch.device) -> object:
-    if device.type != "cuda":
-        return table
-    from deep_offload.kernels import gpu  # optional heavy import: triton
-
-    return gpu.SegmentTable.build(table, device)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
-from deep_offload.optimizer.engine import Segment, Shard
+from deep_offload.optimizer.shards import Segment, Shard
 
 PARAM_ALIGNMENT = 64
 """Parameters start at multiples of this many elements, so that kernels load whole vectors."""

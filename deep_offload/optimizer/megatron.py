@@ -28,6 +28,7 @@ from deep_offload.optimizer.megatron_buffers import BufferMap
 from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
 from deep_offload.optimizer.megatron_passes import TrainingPasses
 from deep_offload.optimizer.residency import ResidentGrowth
+from deep_offload.optimizer.small_copies import read
 from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
@@ -81,6 +82,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._growth = growth
         self._follower = follower or PlacementFollower(engine, lambda _line: None, may_move=False)
         self._scaler = _grad_scaler(config, self._device)
+        self._judged: tuple[Timeline, UpdateFacts | None] | None = None
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -188,14 +190,15 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         if self._copies:
             total += 0.0 * sum_of_squares(grads, self._copies, self._device)
         dist.all_reduce(total)
-        return math.sqrt(total.item()) if torch.isfinite(total) else float(total.item())
+        squares = read(total)
+        return math.sqrt(squares) if math.isfinite(squares) else squares
 
     def _count_zeros(self) -> int:
         total = torch.zeros(1, dtype=torch.int64, device=self._device)
         for shard, start, end in _runs(self._buffers, counted=True, padding=False):
             total += (self._buffers.shards[shard].shard.grad[start:end] == 0).sum()
         dist.all_reduce(total)
-        return int(total.item())
+        return int(read(total))
 
     # -- MegatronOptimizer's other calls ------------------------------------------------------------------------
 
@@ -206,7 +209,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         return self._scaler.scale
 
     def _loss_scale(self) -> float:
-        return 1.0 if self._scaler is None else float(self._scaler.scale.item())
+        return 1.0 if self._scaler is None else read(self._scaler.scale)
 
     def prepare_grads(self) -> bool:
         """True if a gradient is not finite. Gradients stay in DDP's buffers: nothing is copied."""
@@ -362,7 +365,11 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     def last_update(self) -> UpdateFacts | None:
         """How the last complete update did; None where nothing is offloaded, or before one is complete."""
         timeline, expected = self._engine.finished_timeline(), self._engine.expected
-        return None if timeline is None or expected is None else expected.judge(timeline)
+        if timeline is None or expected is None:
+            return None
+        if self._judged is None or self._judged[0] is not timeline:
+            self._judged = timeline, expected.judge(timeline)
+        return self._judged[1]
 
     @property
     def wait_seconds(self) -> float:

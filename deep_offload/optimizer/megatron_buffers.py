@@ -19,7 +19,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
-from deep_offload.optimizer.engine import Segment, Shard
+from deep_offload.optimizer.shards import Segment, Shard
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.flat_params import flatten_params, local
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
+from deep_offload.optimizer.small_copies import read
 from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.storage import MASTER
 
@@ -269,7 +270,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
             parts = self._sum_of_squares(sharded=True)
             dist.all_reduce(parts, group=self._flat.group)
             total += parts
-        norm = math.sqrt(squares) if math.isfinite(squares := total.item()) else squares
+        norm = math.sqrt(squares) if math.isfinite(squares := read(total)) else squares
         self.last_grad_norm = norm * scale
         if not math.isfinite(self.last_grad_norm):
             return None

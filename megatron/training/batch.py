@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from deep_offload.optimizer.small_copies import to_device
 from megatron.training.attention import causal_mask
 
 
@@ -76,7 +77,7 @@ def _take(data: Iterator[dict[str, torch.Tensor]], device: torch.device, shape: 
     parts = [sample[name] for name in names[: 4 if shape.is_packed else 3]]
     if shape.num_ids is not None:
         _check_ids(parts[:2], shape.num_ids)
-    return torch.stack([part.to(device, non_blocking=True).long() for part in parts])
+    return torch.stack([to_device(part, device).long() for part in parts])
 
 
 def _check_ids(parts: Iterable[torch.Tensor], num_ids: int) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import WrittenFile
 from megatron.training.checkpointing_save import SaveItem, SaveResult, complete, together, write_own
+from megatron.training.votes import highest
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,7 @@ class AsyncSave:
         started = time.monotonic()
         if block and self._thread.ident is not None:
             self._thread.join()
-        is_done = torch.tensor([int(not self._thread.is_alive())], device=self._device)
-        dist.all_reduce(is_done, op=dist.ReduceOp.MIN)
-        if not is_done.item():
+        if highest(int(self._thread.is_alive()), self._device):
             self.pause += time.monotonic() - started
             return None
         written: list[list[WrittenFile] | None] = []

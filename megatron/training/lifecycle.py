@@ -11,9 +11,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron.training.config import LifecycleConfig
+from megatron.training.votes import highest
 
 STARTED = time.monotonic()
 """When this process began, but for its imports: --exit-duration-in-mins counts building and loading, too."""
@@ -65,9 +65,7 @@ class StopWatch:
             signal.signal(number, handler or signal.SIG_DFL)
 
     def _any_rank(self, here: int) -> int:
-        vote = torch.tensor([int(here)], device=self._device)
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-        return int(vote.item())
+        return highest(int(here), self._device)
 
 
 class GarbageCollection:

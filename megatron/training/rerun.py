@@ -38,6 +38,7 @@ from megatron.training.train_step import (
     compute_gradients,
     mean,
 )
+from megatron.training.votes import highest
 
 SPIKE_FACTOR = 10.0
 """A loss this many times the largest one of the sample is a spike."""
@@ -289,9 +290,7 @@ def _highest(here: int) -> int:
     if dist.get_world_size() == 1:
         return here
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else _CPU
-    vote = torch.tensor([here], device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MAX)
-    return int(vote.item())
+    return highest(here, device)
 
 
 def _losses(gradients: Gradients) -> Losses:

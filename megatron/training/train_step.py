@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.optimizer.small_copies import to_host
 from megatron.training.batch import Batch, BatchShape, next_batch
 from megatron.training.timers import timed
 
@@ -158,16 +159,10 @@ def apply_gradients(
 ) -> StepResult:
     """Do the second half of a step. One whose gradients are not finite is skipped."""
     # Losses travel to the host before the update is queued, or reading them would wait for the update.
-    on_device = gradients.totals
-    totals = {name: total.to("cpu", non_blocking=True) for name, total in on_device.items()}
-    copied = torch.cuda.Event() if any(total.is_cuda for total in on_device.values()) else None
-    if copied is not None:
-        copied.record()
+    totals = to_host(list(gradients.totals.values()))
     with timed(chunks[0], "optimizer"):
         succeeded, grad_norm, num_zeros = optimizer.step()
-    if copied is not None:
-        copied.synchronize()  # the copies above; long done, since the optimizer has read the gradient norm
-    losses = {name: mean(*total.tolist()) for name, total in totals.items()}
+    losses = {name: mean(*total.tolist()) for name, total in zip(gradients.totals, totals.wait())}
     return StepResult(losses, not succeeded, float(grad_norm), num_zeros)
 
 

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.optimizer.small_copies import read
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData
 from megatron.training.evaluation import evaluate, evaluation_lines, settled_parameters
@@ -284,7 +285,7 @@ class Trainer:
     def _loss_scale(self) -> float:
         # Without one there is no reason to wait for the device to read a 1.
         has_scale = self.config.precision.fp16 or self.config.precision.loss_scale is not None
-        return float(self.optimizer.get_loss_scale().item()) if has_scale else 1.0
+        return read(self.optimizer.get_loss_scale()) if has_scale else 1.0
 
     def _parameters_norm(self) -> float:
         with settled_parameters(self.chunks, self.optimizer):

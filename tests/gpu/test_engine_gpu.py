@@ -11,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "optimizer"))
 from engine_cases import ALL_RESIDENT, Case, assert_same_bits, collect, drive
 
 from deep_offload.kernels.scalars import AdamClass
-from deep_offload.optimizer.engine import EngineSettings, OffloadEngine, Segment, Shard
+from deep_offload.optimizer.engine import EngineSettings, OffloadEngine
+from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.layout import build_layout
 from deep_offload.plan.placement import place_by_share
 from deep_offload.runtime.lanes import CudaDevice

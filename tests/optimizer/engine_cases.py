@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import torch
 
 from deep_offload.kernels.scalars import AdamClass
-from deep_offload.optimizer.engine import STATE_NAMES, EngineSettings, OffloadEngine, Segment, Shard
+from deep_offload.optimizer.engine import STATE_NAMES, EngineSettings, OffloadEngine
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
+from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.layout import build_layout
 from deep_offload.plan.placement import place_by_share, place_by_stride
 
