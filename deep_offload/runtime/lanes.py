@@ -45,6 +45,9 @@ class Completion:
 class Device(Protocol):
     """How a lane waits and marks on a kind of device."""
 
+    def enter(self, lane: Lane) -> None:
+        """Called once on a lane's thread, before anything else there."""
+
     def wait(self, lane: Lane, done: Completion) -> None:
         """Make `lane` (called on its thread) wait until `done` is complete."""
 
@@ -75,6 +78,9 @@ class HostDevice:
 
     def __init__(self) -> None:
         self._followed: tuple[Any, ...] = ()
+
+    def enter(self, lane: Lane) -> None:
+        pass
 
     def wait(self, lane: Lane, done: Completion) -> None:
         done.issued.wait()
@@ -124,6 +130,11 @@ class CudaDevice:
         self._origin_event.synchronize()  # pairs one moment of the device's clock with the host's
         self._origin = time.perf_counter()
 
+    def enter(self, lane: Lane) -> None:
+        torch.cuda.set_device(self.device)
+        if lane in self.streams:
+            torch.cuda.set_stream(self.streams[lane])  # for all that this thread will do
+
     def wait(self, lane: Lane, done: Completion) -> None:
         done.issued.wait()
         if done.event is None:
@@ -142,12 +153,11 @@ class CudaDevice:
             completion.end = time.perf_counter()
             return
         stream = self.streams[lane]
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            completion.begin_event = torch.cuda.Event(enable_timing=True)
-            completion.begin_event.record(stream)
-            completion.num_bytes = handler(completion.op)
-            completion.event = torch.cuda.Event(enable_timing=True, blocking=True)
-            completion.event.record(stream)
+        completion.begin_event = torch.cuda.Event(enable_timing=True)
+        completion.begin_event.record(stream)
+        completion.num_bytes = handler(completion.op)
+        completion.event = torch.cuda.Event(enable_timing=True, blocking=True)
+        completion.event.record(stream)
 
     def mark_wait(self, completion: Completion) -> None:
         completion.wait_event = torch.cuda.Event(enable_timing=True)
@@ -257,6 +267,7 @@ class LaneBackend:
             thread.join()
 
     def _serve(self, lane: Lane) -> None:
+        self._device.enter(lane)
         while (item := self._queues[lane].get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()

