@@ -161,7 +161,7 @@ def _time_charts(run: RunData) -> dict[str, str]:
     if with_update:
         at = [step["iteration"] for step in with_update]
         busy = [
-            Line(lane, at, [100 * s["update"]["busy"][lane] for s in with_update])
+            Line(lane, at, [100 * s["update"]["busy"].get(lane, 0.0) for s in with_update])
             for lane in with_update[-1]["update"]["busy"]
         ]
         charts["Busy share of each lane during the update"] = line_chart("busy", busy, "%", from_zero=True)

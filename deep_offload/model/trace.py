@@ -11,7 +11,7 @@ from deep_offload.model.choose import Compute
 from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes
-from deep_offload.model.performance import share_of_bound
+from deep_offload.model.performance import DRAM, share_of_bound
 from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
@@ -27,7 +27,7 @@ _TOO_FAST = 1.25
 @dataclass(frozen=True, slots=True)
 class UpdateFacts:
     """One measured update. seconds: from the norm to its last operation; share_of_bound: 1 where the binding lane never
-    stood still; busy: share of each lane; attributed: part of the time in which at least one lane works;
+    stood still; busy: share of each lane and of host memory; attributed: part of the time in which a lane works;
     in_place_seconds: from the norm until all parameters are in place, which is what predictions are of."""
 
     seconds: float
@@ -69,8 +69,18 @@ class Expectation:
             return None
         share, lane = self.share_of_bound(timeline)
         busy = {work.value: timeline.busy_share(work) for work in Lane if work is not Lane.MAIN}
+        busy[DRAM] = self._memory_share(timeline)
         attributed = attributed_share(timeline)
         return UpdateFacts(timeline.update_seconds, share, lane, busy, attributed, timeline.in_place_seconds)
+
+    def _memory_share(self, timeline: Timeline) -> float:
+        """Bytes of host memory that an update moves, over what its bandwidth allows in that time."""
+        norm, moved = timeline.norm_end, 0.0
+        for span in timeline.update_spans:
+            traffic = dram_bytes(span.op.kind, self.layout.subgroups[span.op.subgroup], self.state)
+            behind_norm = span.end - max(span.start, norm)
+            moved += traffic * behind_norm / span.seconds if span.seconds > 0 else 0.0
+        return moved / self.profile.rank_dram_bytes_per_s(self.num_ranks) / timeline.update_seconds
 
     def timeline(self, compute: Compute) -> Timeline:
         """The second of two iterations around this compute, whose forward pass follows the update."""

@@ -61,7 +61,7 @@ def start(**changes: Any) -> dict[str, Any]:
 
 def step(iteration: int, **changes: Any) -> dict[str, Any]:
     facts = {"seconds": 0.002, "share_of_bound": 0.8, "lane": "dram", "attributed": 0.97, "in_place_seconds": 0.0018}
-    busy = {"cpu": 0.8, "gpu": 0.1, "h2d": 0.4, "d2h": 0.3}
+    busy = {"cpu": 0.8, "gpu": 0.1, "h2d": 0.4, "d2h": 0.3, "dram": 0.9}
     return {
         "event": "step",
         "time": 1.7e9 + iteration,

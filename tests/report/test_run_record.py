@@ -55,7 +55,7 @@ def test_the_log_says_how_near_the_bound(trained):
     assert any("% of bound, bound by" in line for line in lines[1:])
     update = next(step["update"] for step in read_run(trained[0]).steps if step["update"])
     assert update["lane"] in ("cpu", "gpu", "h2d", "d2h", "dram") and update["share_of_bound"] > 0
-    assert 0 < update["attributed"] <= 1 and set(update["busy"]) == {"cpu", "gpu", "h2d", "d2h"}
+    assert 0 < update["attributed"] <= 1 and set(update["busy"]) == {"cpu", "gpu", "h2d", "d2h", "dram"}
 
 
 def test_three_steps_of_lanes(trained):

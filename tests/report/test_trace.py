@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from deep_offload.model.choose import Compute
+from deep_offload.model.cost import dram_bytes
 from deep_offload.model.trace import Expectation, attributed_share, run_trace
 from deep_offload.plan.draw import chrome_trace, read_trace
 from deep_offload.plan.ops import Lane, Op, OpKind
@@ -74,6 +75,11 @@ def test_simulated_updates_are_all_explained(case, state, profile):
         assert facts.attributed >= 0.95 - 1e-9
         assert all(0 <= share <= 1 + 1e-9 for share in facts.busy.values())
         assert f"bound by {facts.lane}" in str(facts)
+        if all(span.start >= timeline.norm_end for span in timeline.update_spans):
+            ops = [span.op for span in timeline.update_spans]
+            moved = sum(dram_bytes(op.kind, case.layout.subgroups[op.subgroup], state) for op in ops)
+            seconds = moved / profile.rank_dram_bytes_per_s(1)
+            assert facts.busy["dram"] == pytest.approx(seconds / timeline.update_seconds)
 
 
 def test_judging_a_step_is_cheap():
