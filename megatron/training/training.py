@@ -55,11 +55,13 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     try:
         device = initialize(config, ranks, _report)
         report_first(describe_device(device, ranks.world_size))
+        report_first(datetime_line("after megatron is initialized"))
         chunks = build_model(config, device)
         _print_parameters(chunks)
         optimizer = _build_optimizer(config, chunks, report_first)
         connect(chunks, optimizer)
         scheduler = build_scheduler(config, optimizer)
+        report_first(datetime_line("after model, optimizer, and learning rate scheduler are built"))
         postmortem.plan(optimizer.memory_bytes)
         save = config.checkpoint.save
         watch = MemoryWatch(ranks.rank, optimizer.memory_bytes()[0], None if save is None else Path(save))

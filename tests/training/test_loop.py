@@ -67,6 +67,8 @@ def test_start_and_end_are_told(plain):
         "  micro_batch_size ....",
         "> building train, validation, and test datasets ...",
         "training: 4,000 tokens in 50 documents, 40 samples of 32",
+        "[after megatron is initialized] datetime: ",
+        "[after model, optimizer, and learning rate scheduler are built] datetime: ",
         "[after dataloaders are built] datetime: ",
         "[after training is done] datetime: ",
         "> moved by lane gpu: ",
