@@ -1,12 +1,16 @@
 """Rate of the update phase alone: synthetic gradients, real state, every lane at work.
 
     python -m benchmarks.update_phase --num-subgroups 16 --shares 0,0.5,1 [--splits off] [--resident 0.25]
+    python -m benchmarks.update_phase --cover [--numel 33554432]     # a table of 38 settings
     torchrun --nproc_per_node 2 -m benchmarks.update_phase ...       # all ranks of a host at once
 
 Prints one line per setting: median parameters/s of the update (from the norm until all parameters are in place), of a
-steady loop (update after update, flushes included), the prediction, busy shares of the lanes, and which part of the
-update the launching thread works itself. With several ranks,
-each has its own GPU and its share of the cores; they start each timed update together, and rates are listed by rank.
+steady loop (update after update, flushes included), the prediction, how near the update came to its bound, busy shares
+of the lanes, and which part of the update the launching thread works itself. With several ranks, each has its own GPU
+and its share of the cores; they start each timed update together, and rates are listed by rank.
+
+--cover varies shares, strides, slots, threads, wires, residents and sizes, every share twice with the others between,
+and ends with how far predictions were off and how near the chosen share came to the best one.
 """
 
 from __future__ import annotations
@@ -15,18 +19,24 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels.scalars import AdamClass
+from deep_offload.model.choose import Compute
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.ops import Lane
+from deep_offload.plan.placement import gpu_share_of
+
+ENDLESS_SECONDS = 10.0
+"""A backward pass behind which all flushes and prefetches are done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,26 +137,131 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def report(shards: list[Shard], config: OffloadConfig, repeats: int, rank: Rank) -> None:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row: what differs from the defaults of the flags of the same names. name: how its rows are called."""
+
+    name: str
+    num_subgroups: int
+    numel: int
+    share: str = "auto"
+    stride: str = "auto"
+    resident: float = 0.0
+    wire: str = "param"
+    split: str = "on"
+    slots: str = "auto"
+    threads: str = "auto"
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The same for the engine."""
+        return OffloadConfig(
+            interleaved_offload=True,
+            offload_gpu_share="auto" if self.share == "auto" else float(self.share),
+            offload_stride="auto" if self.stride == "auto" else int(self.stride),
+            offload_resident_fraction=self.resident,
+            offload_subgroup_numel=self.numel,
+            offload_num_slots="auto" if self.slots == "auto" else int(self.slots),
+            offload_grad_wire=self.wire,
+            offload_split_master=self.split,
+            offload_cpu_threads="auto" if self.threads == "auto" else int(self.threads),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One setting's figures on this rank, seconds. bound: part of the update that its busiest lane needs, as text."""
+
+    setting: Setting
+    share: float
+    measured: Measured
+    predicted: float
+    bound: str
+
+    @property
+    def error(self) -> float:
+        """How far the prediction was off."""
+        return self.predicted / self.measured.update - 1
+
+
+def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank) -> Row:
     """Build, measure and print one setting."""
     rank.together()  # the machine's rates, measured by the first one, hold with all ranks at work
     begin = time.perf_counter()
-    engine, lines = build_engine(shards, config, warn=print, log=rank.say)
+    engine, lines = build_engine(shards, setting.config, warn=print, log=rank.say)
     built = time.perf_counter() - begin
     measured = measure(engine, repeats, rank.device, rank.together)
-    timeline, total = engine.timeline(), engine.layout.numel
+    timeline, total, expected = engine.timeline(), engine.layout.numel, engine.expected
+    assert timeline is not None and expected is not None
     lanes = (lane for lane in Lane if lane is not Lane.MAIN)
     busy = " ".join(f"{lane.value} {timeline.busy_share(lane):.2f}" for lane in lanes)
-    predicted = lines[-1].split(" ms")[0].rsplit(" ", 1)[-1]
+    # What is timed begins with all gradients flushed and every slot filled.
+    predicted = expected.timeline(Compute(0.0, ENDLESS_SECONDS)).in_place_seconds
+    part, lane = expected.share_of_bound(timeline)
+    bound = f"{100 * part:.0f} % of its bound ({lane})"
     placement = lines[2].split(", slots")[0].removeprefix("placement: ")
     rates = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.update / 1e9))
     steadies = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.steady / 1e9))
     rank.say(
-        f"split {config.offload_split_master} wire {config.offload_grad_wire} share {config.offload_gpu_share} "
-        f"[{placement[:60]}]: update {rates} G/s ({measured.update * 1e3:.1f} ms, predicted {predicted} ms), steady "
-        f"{steadies} G/s, busy {busy}, main thread {100 * measured.main_thread:.1f} %, built in {built:.1f} s"
+        f"{setting.name} split {setting.split} wire {setting.wire} share {setting.share} [{placement[:60]}]: update "
+        f"{rates} G/s ({measured.update * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms), steady {steadies} G/s, "
+        f"{bound}, busy {busy}, main thread {100 * measured.main_thread:.1f} %, built in {built:.1f} s"
     )
+    share = gpu_share_of(engine.settings.placement)
     engine.close()
+    return Row(setting, share, measured, predicted, bound)
+
+
+def cover(num_subgroups: int, numel: int) -> list[Setting]:
+    """Every share and the chosen one, other settings, and the shares again in reverse."""
+    base = Setting("share", num_subgroups, numel)
+    shares = [replace(base, share=f"{eighths / 8:g}") for eighths in range(9)] + [replace(base, name="chosen")]
+    half = replace(base, share="0.5")
+    others = [
+        *(replace(base, name=f"stride {stride}", stride=str(stride)) for stride in (2, 3, 4, 8)),
+        *(replace(base, name=f"resident {part}", resident=part) for part in (0.25, 0.5)),
+        *(replace(base, name=f"{slots} slots", share="0.75", slots=str(slots)) for slots in (2, 4, 8)),
+        *(replace(half, name=f"{threads} threads", threads=str(threads)) for threads in (4, 8, 12)),
+        *(replace(base, name="fp32 wire", wire="fp32", share=share) for share in ("0", "0.5")),
+        *(replace(base, name="12 B", split="off", share=share) for share in ("0.5", "0.75")),
+        replace(half, name="half as large", numel=numel // 2, num_subgroups=2 * num_subgroups),
+        replace(half, name="twice as large", numel=2 * numel, num_subgroups=num_subgroups // 2),
+    ]
+    return [*shares, *others, *reversed(shares)]
+
+
+def cover_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each setting (medians of its rows), then what predictions and the choice are worth."""
+    by_setting: dict[Setting, list[Row]] = {}
+    for row in rows:
+        by_setting.setdefault(row.setting, []).append(row)
+    lines = [
+        "| setting | GPU share | update, predicted / measured ms | ratio | steady, G parameters/s | |",
+        "|---|---|---|---|---|---|",
+    ]
+    steady = {}
+    for setting, mine in by_setting.items():
+        update = statistics.median(row.measured.update for row in mine)
+        predicted = statistics.median(row.predicted for row in mine)
+        turn = statistics.median(row.measured.steady for row in mine)
+        steady[setting] = turn
+        rate = setting.num_subgroups * setting.numel / turn / 1e9
+        lines.append(
+            f"| {setting.name} {setting.share if setting.share != 'auto' else ''} | {mine[-1].share:.2f} | "
+            f"{1e3 * predicted:.1f} / {1e3 * update:.1f} | {predicted / update:.3f} | {rate:.2f} | {mine[-1].bound} |"
+        )
+    errors = sorted(abs(row.error) for row in rows)
+    lines.append(
+        f"predictions are off by {100 * statistics.median(errors):.1f} % (median) and {100 * errors[-1]:.1f} % (most) "
+        f"over {len(errors)} runs; {sum(error > 0.1 for error in errors)} are off by more than 10 %"
+    )
+    best = min((s for s in steady if s.name == "share"), key=lambda s: steady[s])
+    chosen = next(s for s in steady if s.name == "chosen")
+    lines.append(
+        f"the best share of the sweep is {best.share}; the chosen one takes {steady[chosen] / steady[best]:.3f} times "
+        "its steady time"
+    )
+    return lines
 
 
 def main() -> None:
@@ -160,23 +275,19 @@ def main() -> None:
     parser.add_argument("--slots", default="auto")
     parser.add_argument("--threads", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cover", action="store_true", help="the table of settings; see above")
     arguments = parser.parse_args()
-    rank = join()
-    shards = make_shards(arguments.num_subgroups, arguments.numel, rank.device)
-    for split in arguments.splits.split(","):
-        for wire in arguments.wires.split(","):
-            for share in arguments.shares.split(","):
-                config = OffloadConfig(
-                    interleaved_offload=True,
-                    offload_gpu_share="auto" if share == "auto" else float(share),
-                    offload_resident_fraction=arguments.resident,
-                    offload_subgroup_numel=arguments.numel,
-                    offload_num_slots="auto" if arguments.slots == "auto" else int(arguments.slots),
-                    offload_grad_wire=wire,
-                    offload_split_master=split,
-                    offload_cpu_threads="auto" if arguments.threads == "auto" else int(arguments.threads),
-                )
-                report(shards, config, arguments.repeats, rank)
+    rank, size = join(), (arguments.num_subgroups, arguments.numel)
+    shards = make_shards(*size, rank.device)
+    if arguments.cover:
+        rows = [run(shards, setting, arguments.repeats, rank) for setting in cover(*size)]
+        rank.say("\n".join(cover_table(rows)))
+    else:
+        given = {"resident": arguments.resident, "slots": arguments.slots, "threads": arguments.threads}
+        for split, wire, share in product(
+            *(getattr(arguments, name).split(",") for name in ("splits", "wires", "shares"))
+        ):
+            run(shards, Setting("", *size, share=share, wire=wire, split=split, **given), arguments.repeats, rank)
     rank.together()
     if rank.world > 1:
         dist.destroy_process_group()
