@@ -1,7 +1,7 @@
 """Rate of the update phase alone: synthetic gradients, real state, every lane at work.
 
     python -m benchmarks.update_phase --num-subgroups 16 --shares 0,0.5,1 [--splits off] [--resident 0.25]
-    python -m benchmarks.update_phase --cover [--numel 33554432]     # a table of 38 settings
+    python -m benchmarks.update_phase --cover [--numel 33554432]     # a table of 28 settings
     torchrun --nproc_per_node 2 -m benchmarks.update_phase ...       # all ranks of a host at once
 
 Prints one line per setting: median parameters/s of the update (from the norm until all parameters are in place), of a
@@ -173,6 +173,7 @@ class Row:
     """One setting's figures on this rank, seconds. bound: part of the update that its busiest lane needs, as text."""
 
     setting: Setting
+    numel: int
     share: float
     measured: Measured
     predicted: float
@@ -202,14 +203,15 @@ def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank) -> Row:
     placement = lines[2].split(", slots")[0].removeprefix("placement: ")
     rates = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.update / 1e9))
     steadies = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.steady / 1e9))
+    name = f"{setting.name}: " if setting.name else ""
     rank.say(
-        f"{setting.name} split {setting.split} wire {setting.wire} share {setting.share} [{placement[:60]}]: update "
+        f"{name}split {setting.split} wire {setting.wire} share {setting.share} [{placement[:60]}]: update "
         f"{rates} G/s ({measured.update * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms), steady {steadies} G/s, "
         f"{bound}, busy {busy}, main thread {100 * measured.main_thread:.1f} %, built in {built:.1f} s"
     )
     share = gpu_share_of(engine.settings.placement)
     engine.close()
-    return Row(setting, share, measured, predicted, bound)
+    return Row(setting, total, share, measured, predicted, bound)
 
 
 def cover(num_subgroups: int, numel: int) -> list[Setting]:
@@ -245,7 +247,7 @@ def cover_table(rows: Sequence[Row]) -> list[str]:
         predicted = statistics.median(row.predicted for row in mine)
         turn = statistics.median(row.measured.steady for row in mine)
         steady[setting] = turn
-        rate = setting.num_subgroups * setting.numel / turn / 1e9
+        rate = mine[-1].numel / turn / 1e9
         lines.append(
             f"| {setting.name} {setting.share if setting.share != 'auto' else ''} | {mine[-1].share:.2f} | "
             f"{1e3 * predicted:.1f} / {1e3 * update:.1f} | {predicted / update:.3f} | {rate:.2f} | {mine[-1].bound} |"
@@ -275,7 +277,9 @@ def main() -> None:
     parser.add_argument("--slots", default="auto")
     parser.add_argument("--threads", default="auto")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--cover", action="store_true", help="the table of settings; see above")
+    parser.add_argument(
+        "--cover", action="store_true", help="the table of settings, each flag above but for sizes and repeats aside"
+    )
     arguments = parser.parse_args()
     rank, size = join(), (arguments.num_subgroups, arguments.numel)
     shards = make_shards(*size, rank.device)

@@ -149,6 +149,15 @@ def _training_charts(run: RunData) -> dict[str, str]:
     return charts
 
 
+def _busy_shares(steps: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """(iteration, percent) by lane, of the steps that name it: older runs do not name host memory."""
+    lanes: dict[str, list[tuple[int, float]]] = {}
+    for step in steps:
+        for lane, share in step["update"]["busy"].items():
+            lanes.setdefault(lane, []).append((step["iteration"], 100 * share))
+    return lanes
+
+
 def _time_charts(run: RunData) -> dict[str, str]:
     from deep_offload.report_charts import Line, line_chart, stacked_chart
 
@@ -161,10 +170,12 @@ def _time_charts(run: RunData) -> dict[str, str]:
     if with_update:
         at = [step["iteration"] for step in with_update]
         busy = [
-            Line(lane, at, [100 * s["update"]["busy"].get(lane, 0.0) for s in with_update])
-            for lane in with_update[-1]["update"]["busy"]
+            Line(lane, [x for x, _ in known], [share for _, share in known])
+            for lane, known in _busy_shares(with_update).items()
         ]
-        charts["Busy share of each lane during the update"] = line_chart("busy", busy, "%", from_zero=True)
+        charts["Busy share of each lane and of host memory (dram) during the update"] = line_chart(
+            "busy", busy, "%", from_zero=True
+        )
         updates = [step["update"] for step in with_update]
         measured = Line("measured", at, [1e3 * u.get("in_place_seconds", u["seconds"]) for u in updates])
         lines = [measured]

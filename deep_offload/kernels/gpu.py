@@ -155,24 +155,29 @@ def copy_past_engines(target: Tensor, source: Tensor) -> None:
             f"copy_past_engines takes two tensors of one type and shape, one of them on a GPU, got {source.dtype} "
             f"{tuple(source.shape)} on {source.device} and {target.dtype} {tuple(target.shape)} on {target.device}"
         )
-    arrays = [_as_words(tensor) for tensor in (target, source)]
+    if source.nbytes > _MAX_NUMEL:
+        raise ValueError(f"copy_past_engines takes at most {_MAX_NUMEL} bytes, got {source.nbytes}; use copy_")
     if source.numel() == 0:
         return
+    arrays = _as_words(target, source)
+    numel = arrays[0].numel()
     with torch.cuda.device_of(on_device):
-        triton_adam.copy_kernel[(triton.cdiv(arrays[0].numel(), _COPY_BLOCK),)](
+        triton_adam.copy_kernel[(triton.cdiv(numel, _COPY_BLOCK),)](
             *(array if array.is_cuda else _HostPointer(array) for array in arrays),
-            arrays[0].numel(),
+            numel,
             SIZE=_COPY_BLOCK,
             num_warps=4,
         )
 
 
-def _as_words(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous():
+def _as_words(*tensors: Tensor) -> list[Tensor]:
+    """The same memory as int32, or as bytes where one of them does not begin or end at a whole word."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
         raise ValueError("copy_past_engines takes contiguous tensors, got one with gaps")
-    octets = tensor.reshape(-1).view(torch.uint8)
-    whole = octets.numel() % 4 == 0 and octets.data_ptr() % 4 == 0
-    return octets.view(torch.int32) if whole else octets
+    octets = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    if all(one.numel() % 4 == 0 and one.data_ptr() % 4 == 0 for one in octets):
+        return [one.view(torch.int32) for one in octets]
+    return octets
 
 
 class _HostPointer:

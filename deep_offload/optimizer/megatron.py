@@ -82,7 +82,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._growth = growth
         self._follower = follower or PlacementFollower(engine, lambda _line: None, may_move=False)
         self._scaler = _grad_scaler(config, self._device)
-        self._judged: tuple[Timeline, UpdateFacts | None] | None = None
+        self._judged: tuple[Timeline, Expectation, UpdateFacts | None] | None = None
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -367,9 +367,9 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         timeline, expected = self._engine.finished_timeline(), self._engine.expected
         if timeline is None or expected is None:
             return None
-        if self._judged is None or self._judged[0] is not timeline:
-            self._judged = timeline, expected.judge(timeline)
-        return self._judged[1]
+        if self._judged is None or self._judged[0] is not timeline or self._judged[1] is not expected:
+            self._judged = timeline, expected, expected.judge(timeline)
+        return self._judged[2]
 
     @property
     def wait_seconds(self) -> float:

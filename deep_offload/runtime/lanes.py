@@ -131,7 +131,7 @@ class CudaDevice:
         self._origin = time.perf_counter()
 
     def enter(self, lane: Lane) -> None:
-        torch.cuda.set_device(self.device)
+        torch.cuda.set_device(self._collectives.device)
         if lane in self.streams:
             torch.cuda.set_stream(self.streams[lane])  # for all that this thread will do
 
@@ -267,13 +267,16 @@ class LaneBackend:
             thread.join()
 
     def _serve(self, lane: Lane) -> None:
-        self._device.enter(lane)
+        is_inside = False
         while (item := self._queues[lane].get()) is not None:
             if isinstance(item, threading.Event):
                 item.set()
                 continue
             completion, after = item
             try:
+                if not is_inside:
+                    self._device.enter(lane)
+                    is_inside = True
                 if self._failed is None:
                     for done in after:
                         self._device.wait(lane, done)

@@ -78,6 +78,7 @@ class GarbageCollection:
         self._interval = config.manual_gc_interval if config.manual_gc else 0
         self._around_evaluations = config.manual_gc and config.manual_gc_eval
         self._turned_off = config.manual_gc
+        self._has_frozen = False
         if config.manual_gc:
             gc.disable()
             gc.collect()
@@ -86,6 +87,7 @@ class GarbageCollection:
         """Leave what there is now, which stays, out of all collections to come."""
         gc.collect()
         gc.freeze()
+        self._has_frozen = True
 
     def after_step(self, iteration: int) -> None:
         """Collect if it is time."""
@@ -99,7 +101,8 @@ class GarbageCollection:
 
     def close(self) -> None:
         """Give collection back to Python."""
-        gc.unfreeze()
+        if self._has_frozen:
+            gc.unfreeze()
         if self._turned_off:
             gc.enable()
 

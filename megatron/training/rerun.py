@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.optimizer.small_copies import to_host
 from megatron.training.checkpointing_rng import rng_entry, set_rng
 from megatron.training.exit_codes import DISAMBIGUATE, INVALID_RESULT
 from megatron.training.train_step import (
@@ -36,7 +37,7 @@ from megatron.training.train_step import (
     StepResult,
     apply_gradients,
     compute_gradients,
-    mean,
+    mean_losses,
 )
 from megatron.training.votes import highest
 
@@ -294,7 +295,7 @@ def _highest(here: int) -> int:
 
 
 def _losses(gradients: Gradients) -> Losses:
-    return {name: mean(*total.tolist()) for name, total in gradients.totals.items()}
+    return mean_losses(gradients.totals, to_host(list(gradients.totals.values())))
 
 
 def _words(gradients: Gradients) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
-from deep_offload.optimizer.small_copies import to_host
+from deep_offload.optimizer.small_copies import Arriving, to_host
 from megatron.training.batch import Batch, BatchShape, next_batch
 from megatron.training.timers import timed
 
@@ -130,6 +130,11 @@ def mean(total: float, num_tokens: float) -> float:
     return total / num_tokens if num_tokens else 0.0
 
 
+def mean_losses(names: Iterable[str], totals: Arriving) -> Losses:
+    """Return the mean losses of totals [2] on their way from the device, in the order of `names`."""
+    return {name: mean(*total.tolist()) for name, total in zip(names, totals.wait())}
+
+
 @dataclass(frozen=True, slots=True)
 class Gradients:
     """What a forward and backward pass left behind, beside the gradients in DDP's buffers.
@@ -162,8 +167,7 @@ def apply_gradients(
     totals = to_host(list(gradients.totals.values()))
     with timed(chunks[0], "optimizer"):
         succeeded, grad_norm, num_zeros = optimizer.step()
-    losses = {name: mean(*total.tolist()) for name, total in zip(gradients.totals, totals.wait())}
-    return StepResult(losses, not succeeded, float(grad_norm), num_zeros)
+    return StepResult(mean_losses(gradients.totals, totals), not succeeded, float(grad_norm), num_zeros)
 
 
 def train_step(

@@ -375,9 +375,9 @@ class Trainer:
 
     def close(self) -> None:
         """Release what is not the optimizer's: writers, signal watch, loaders."""
+        self._garbage.close()
         self._profiling.close()
         self._stop_watch.close()
-        self._garbage.close()
         self._writer.close()
         self._record.close()
         self._valid = None

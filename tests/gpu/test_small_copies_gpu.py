@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from deep_offload.kernels import gpu
 from deep_offload.optimizer import small_copies
 
 CUDA = torch.device("cuda")
@@ -20,6 +21,19 @@ def test_there_and_back(dtype, shape):
         assert there.is_cuda and there.dtype is dtype and there.shape == source.shape
         back = small_copies.to_host([there, there]).wait()
         assert all(torch.equal(copy, source) and copy.dtype is dtype for copy in back)
+
+
+def test_memory_that_begins_between_words():
+    """A slice at an odd place of either side arrives whole, and nothing beside it is written."""
+    whole = torch.arange(9, dtype=torch.bfloat16)
+    there = small_copies.to_device(whole[1:5], CUDA)
+    assert torch.equal(there.cpu(), whole[1:5])
+    assert torch.equal(small_copies.to_host([whole.to(CUDA)[1:5]]).wait()[0], whole[1:5])
+    target = torch.zeros(9, dtype=torch.bfloat16, device=CUDA)
+    gpu.copy_past_engines(target[1:5], whole[4:8].pin_memory())
+    assert target.tolist() == [0, 4, 5, 6, 7, 0, 0, 0, 0]
+    assert small_copies.to_device(torch.empty(0), CUDA).numel() == 0
+    assert small_copies.to_device(there, CUDA) is there
 
 
 @pytest.fixture

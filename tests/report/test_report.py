@@ -50,7 +50,7 @@ def test_everything_is_there(page):
         "Learning rate",
         "Gradient norm before clipping",
         "An iteration, in parts",
-        "Busy share of each lane during the update",
+        "Busy share of each lane and of host memory (dram) during the update",
         "Lanes over time, measured and predicted",
         "-17 %",
         "until parameters are in place",

@@ -26,6 +26,11 @@ def test_what_is_there_when_training_begins_is_left_alone(is_manual):
     """A collection during training looks at what came since, and at all again after the end."""
     config = replace(parse_args(WORDS.split(), world_size=1).lifecycle, manual_gc=is_manual, manual_gc_interval=2)
     seen = []
+
+    def watch(phase, info):
+        if phase == "stop":
+            seen.append(info["collected"])
+
     garbage = GarbageCollection(config)
     try:
         kept = [Ring() for _ in range(1000)]
@@ -33,13 +38,14 @@ def test_what_is_there_when_training_begins_is_left_alone(is_manual):
         assert gc.get_freeze_count() >= len(kept)
         assert not any(one is kept[0] for one in gc.get_objects())
         new = Ring()
-        gc.callbacks.append(lambda phase, info: seen.append(info["collected"]) if phase == "stop" else None)
         del new
+        gc.callbacks.append(watch)
         for iteration in (1, 2):
             garbage.after_step(iteration)
         if is_manual:
             assert len(seen) == 1 and seen[0] >= 1
     finally:
-        del gc.callbacks[-1:]
+        if watch in gc.callbacks:
+            gc.callbacks.remove(watch)
         garbage.close()
     assert gc.isenabled() and gc.get_freeze_count() == 0
