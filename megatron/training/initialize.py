@@ -14,7 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.training import cpu
 from megatron.training.config import TrainingConfig
-from megatron.training.device import choose_device, find_system_gpus, find_torch_cuda
+from megatron.training.device import SystemGpus, choose_device, find_system_gpus, find_torch_cuda
 from megatron.training.launch import Ranks
 from megatron.training.rendezvous import connect
 
@@ -33,7 +33,9 @@ def initialize(config: TrainingConfig, ranks: Ranks, report: Callable[[str], Non
         set_deterministic()
     device = torch.device("cpu")
     if not config.lifecycle.use_cpu:  # or looking would already start CUDA
-        system, cuda = find_system_gpus(), find_torch_cuda(ranks.local_rank)
+        cuda = find_torch_cuda(ranks.local_rank)
+        # Only where torch sees none does it matter what the system has, and nvidia-smi takes a second or more.
+        system = SystemGpus() if cuda.num_gpus else find_system_gpus()
         device = choose_device(ranks.local_rank, ranks.source == "slurm", system, cuda)
     if device.type == "cuda":
         torch.cuda.set_device(device)
