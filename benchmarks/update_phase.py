@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ from deep_offload.model.choose import Compute
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.shards import Segment, Shard
-from deep_offload.plan.ops import Lane
 from deep_offload.plan.placement import gpu_share_of
 
 ENDLESS_SECONDS = 10.0
@@ -137,6 +137,10 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def _auto_or(kind: type, word: str) -> Any:
+    return word if word == "auto" else kind(word)
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One row: what differs from the defaults of the flags of the same names. name: how its rows are called."""
@@ -157,14 +161,14 @@ class Setting:
         """The same for the engine."""
         return OffloadConfig(
             interleaved_offload=True,
-            offload_gpu_share="auto" if self.share == "auto" else float(self.share),
-            offload_stride="auto" if self.stride == "auto" else int(self.stride),
+            offload_gpu_share=_auto_or(float, self.share),
+            offload_stride=_auto_or(int, self.stride),
             offload_resident_fraction=self.resident,
             offload_subgroup_numel=self.numel,
-            offload_num_slots="auto" if self.slots == "auto" else int(self.slots),
+            offload_num_slots=_auto_or(int, self.slots),
             offload_grad_wire=self.wire,
             offload_split_master=self.split,
-            offload_cpu_threads="auto" if self.threads == "auto" else int(self.threads),
+            offload_cpu_threads=_auto_or(int, self.threads),
         )
 
 
@@ -194,12 +198,12 @@ def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank) -> Row:
     measured = measure(engine, repeats, rank.device, rank.together)
     timeline, total, expected = engine.timeline(), engine.layout.numel, engine.expected
     assert timeline is not None and expected is not None
-    lanes = (lane for lane in Lane if lane is not Lane.MAIN)
-    busy = " ".join(f"{lane.value} {timeline.busy_share(lane):.2f}" for lane in lanes)
+    facts = expected.judge(timeline)
+    assert facts is not None
+    busy = " ".join(f"{lane} {share:.2f}" for lane, share in facts.busy.items())
     # What is timed begins with all gradients flushed and every slot filled.
     predicted = expected.timeline(Compute(0.0, ENDLESS_SECONDS)).in_place_seconds
-    part, lane = expected.share_of_bound(timeline)
-    bound = f"{100 * part:.0f} % of its bound ({lane})"
+    bound = f"{100 * facts.share_of_bound:.0f} % of its bound ({facts.lane})"
     placement = lines[2].split(", slots")[0].removeprefix("placement: ")
     rates = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.update / 1e9))
     steadies = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.steady / 1e9))

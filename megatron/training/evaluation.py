@@ -11,7 +11,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
-from megatron.training.train_step import ForwardStep, Losses, MicroBatches, add_reports, mean, run_schedule
+from deep_offload.optimizer.small_copies import to_host
+from megatron.training.train_step import ForwardStep, Losses, MicroBatches, add_reports, mean_losses, run_schedule
 
 
 def evaluate(
@@ -28,7 +29,7 @@ def evaluate(
         for _ in range(num_iterations):
             for name, total in add_reports(run_schedule(forward, data, chunks, batches, forward_only=True)).items():
                 sums[name] = sums[name] + total if name in sums else total
-    return {name: mean(*total.tolist()) for name, total in sums.items()}
+    return mean_losses(sums, to_host(list(sums.values())))
 
 
 @contextmanager

@@ -49,11 +49,11 @@ class StopWatch:
     def reason(self, iteration: int) -> str | None:
         """Return why the run should end after `iteration`, None to go on. Collective where ranks may disagree."""
         config = self._config
-        if config.exit_signal_handler and (number := self._any_rank(self._signal_seen)):
+        if config.exit_signal_handler and (number := highest(self._signal_seen, self._device)):
             return f"{signal.Signals(number).name} was received"
         if config.exit_duration_in_mins is not None:
             minutes = (time.monotonic() - STARTED) / 60.0
-            if self._any_rank(minutes > config.exit_duration_in_mins):
+            if highest(int(minutes > config.exit_duration_in_mins), self._device):
                 return f"--exit-duration-in-mins {config.exit_duration_in_mins} is over"
         if config.exit_interval is not None and iteration % config.exit_interval == 0:
             return f"iteration {iteration} is a multiple of --exit-interval {config.exit_interval}"
@@ -63,9 +63,6 @@ class StopWatch:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-    def _any_rank(self, here: int) -> int:
-        return highest(int(here), self._device)
 
 
 class GarbageCollection:
@@ -81,7 +78,6 @@ class GarbageCollection:
         self._has_frozen = False
         if config.manual_gc:
             gc.disable()
-            gc.collect()
 
     def before_training(self) -> None:
         """Leave what there is now, which stays, out of all collections to come."""

@@ -205,7 +205,7 @@ class Rerun:
             grade = _NOT_FINITE
         elif self._checks_spikes and any(self._is_spike(abs(loss)) for loss in losses.values()):
             grade = _SPIKE
-        return _highest(grade)
+        return highest(grade, _own_device())
 
     def _is_spike(self, loss: float) -> bool:
         if not math.isfinite(loss):
@@ -218,12 +218,11 @@ class Rerun:
 
     def _who(self, number: int, gradients: Gradients, norm: float | None) -> Suspect:
         """Return what is wrong, and which ranks it may come from: those whose own losses are not finite, else all."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else _CPU
         own = [value for report in gradients.reports for value in report.values()]
         is_bad = not all(bool(torch.isfinite(value).all()) for value in own)
         what = f"grad norm is {norm}" if norm is not None else _words(gradients)
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (is_bad, what if gradients.totals else "", *place_of(device)))
+        dist.all_gather_object(everyone, (is_bad, what if gradients.totals else "", *place_of(_own_device())))
         any_bad = any(bad for bad, *_ in everyone)
         places = [(rank, host, name) for rank, (bad, _, host, name) in enumerate(everyone) if bad or not any_bad]
         return Suspect(number, next(said for _, said, _, _ in reversed(everyone) if said), tuple(places))
@@ -251,9 +250,8 @@ class Rerun:
         self, suspect: Suspect, compute: Callable[[], Gradients], optimizer: DeepOffloadOptimizer
     ) -> StepResult:
         """The step that an earlier run could not explain."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else _CPU
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (dist.get_rank(), *place_of(device)))
+        dist.all_gather_object(everyone, (dist.get_rank(), *place_of(_own_device())))
         gradients = compute()
         start = f"iteration {suspect.iteration}: {suspect.what}"
         go_on = "--rerun-mode disabled goes on from the checkpoint"
@@ -284,14 +282,8 @@ class Rerun:
             self._print(line)
 
 
-_CPU = torch.device("cpu")
-
-
-def _highest(here: int) -> int:
-    if dist.get_world_size() == 1:
-        return here
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else _CPU
-    return highest(here, device)
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def _losses(gradients: Gradients) -> Losses:
