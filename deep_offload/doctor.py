@@ -175,7 +175,7 @@ def _cpu_list(text: str) -> set[int]:
     return cores
 
 
-def huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) -> str:
+def huge_pages(path: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str:
     """The chosen word, which the kernel puts in brackets."""
     try:
         text = path.read_text()

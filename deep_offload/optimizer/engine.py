@@ -80,7 +80,7 @@ class OffloadEngine:
         param_dtypes = tuple(s.param.dtype for s in shards)
         how = settings.placement, settings.split_master, settings.wire_dtype, param_dtypes, settings.reserved
         self._state_plan = StatePlan(layout, *how)
-        self._on_gpu = on_gpu = self._device.type == "cuda"
+        on_gpu = self._device.type == "cuda"
         # The device first: where it has no room, no host memory was pinned in vain.
         self._device_state = DeviceState(self._state_plan, settings.num_slots, self._device)
         self._host = HostState(self._state_plan, pin=on_gpu, num_threads=settings.num_threads, warn=warn, log=log)
@@ -202,7 +202,8 @@ class OffloadEngine:
             spans = tuple(joined[: len(run.completions)])
             at = joined[len(spans) : len(spans) + len(marks)]
             del joined[: len(spans) + len(marks)]
-            allocated = tuple((span.end, mark.allocated) for span, mark in zip(at, marks)) if self._on_gpu else ()
+            pairs = ((span.end, mark.allocated) for span, mark in zip(at, marks))
+            allocated = tuple((end, size) for end, size in pairs if size is not None)
             steps.append(Timeline(spans, phases_of(marks, at, Timeline(spans).norm_end), allocated))
         return steps
 

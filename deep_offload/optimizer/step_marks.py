@@ -17,12 +17,13 @@ _END = ""
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """From here on the loop does `kind` for a micro-batch. allocated: bytes that torch's allocator gave out."""
+    """From here on the loop does `kind` for a micro-batch. allocated: bytes that torch's allocator gave out; None: not
+    asked."""
 
     kind: str
     micro_batch: int
     completion: Completion
-    allocated: int
+    allocated: int | None
 
 
 class StepMarks:
@@ -64,7 +65,8 @@ class StepMarks:
         completion = Completion(Op(OpKind.GRADS_READY))  # of no run: it only carries a time
         self._lanes.mark_main(completion)
         completion.issued.set()
-        allocated = _allocated_bytes(self._device) if self._device.type == "cuda" else 0
+        is_asked = kind != _END and self._device.type == "cuda"
+        allocated = _allocated_bytes(self._device) if is_asked else None
         self._marks.append(Mark(kind, micro_batch, completion, allocated))
 
     def _before_forward(self, chunk: int) -> Callable[..., None]:

@@ -1,9 +1,9 @@
-"""Host memory for optimizer state: one shared mapping, exact sizes, pinned in chunks."""
+"""Host memory for optimizer state: one mapping of huge pages, exact sizes, pinned in chunks."""
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,9 +32,10 @@ class ArraySpec:
 class HostArena:
     """Owns host memory for all arrays of one rank; `arrays` are views, valid until `close`.
 
-    The mapping is shared (memfd), because data workers and checkpoint writers fork, and a fork would copy private
-    pinned pages. Pages are touched once, zeroed, by the threads that will use them. With `pin` the pages are
-    registered with CUDA in chunks that no array crosses; if that fails the arena stays pageable, with one warning.
+    Pages are huge where the kernel allows it, and touched once, zeroed, by the threads that will use them. A forked
+    process, as data workers are, does not have the mapping: its pages would be copied when the parent next writes them.
+    With `pin` the pages are registered with CUDA in chunks that no array crosses; if that fails the arena stays
+    pageable, with one warning.
     """
 
     def __init__(
@@ -55,8 +56,7 @@ class HostArena:
         if self.num_bytes == 0:
             self.arrays = [torch.empty(0, dtype=s.dtype) for s in specs]
             return
-        self._mapping = _shared_mapping(self.num_bytes)
-        base = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        base = torch.frombuffer(_private_mapping(self.num_bytes), dtype=torch.uint8)
         progress = _Progress(self.num_bytes, log)
         for start, num_bytes in _chunks([s.num_bytes for s in self._specs], self.num_bytes):
             address = base.data_ptr() + start
@@ -88,7 +88,7 @@ class HostArena:
         self._registered.clear()
 
     def close(self) -> None:
-        """Unpin and drop the arrays. No copy may be in flight."""
+        """Unpin and drop the arrays: the memory is free once nobody has a view of it. No copy may be in flight."""
         self._unpin()
         self.arrays.clear()
 
@@ -113,18 +113,18 @@ class _Progress:
             )
 
 
-def _shared_mapping(num_bytes: int) -> mmap.mmap:
-    descriptor = os.memfd_create("deep_offload_state")
+def _private_mapping(num_bytes: int) -> mmap.mmap:
     try:
-        os.ftruncate(descriptor, num_bytes)
-        mapping = mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_SHARED)
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ValueError(
             f"{num_bytes / 2**30:.2f} GiB of host memory for optimizer state could not be mapped ({error}): "
             "use more GPUs or raise --offload-resident-fraction"
         ) from error
-    finally:
-        os.close(descriptor)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    # Nine times as quick to touch as small pages (4.3 and 39 GiB/s on a machine with 16 cores).
+    with contextlib.suppress(OSError):  # a kernel built without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 

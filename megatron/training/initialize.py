@@ -77,7 +77,8 @@ def _join(config: TrainingConfig, ranks: Ranks, device: torch.device, report: Ca
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timeout,
-        device_id=device if backend == "nccl" else None,
+        # Makes a communicator for each group at once. One rank has some twenty groups and never needs most of them.
+        device_id=device if backend == "nccl" and ranks.world_size > 1 else None,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

@@ -77,8 +77,8 @@ def test_numa_and_huge_pages_from_files(tmp_path):
         (folder / "cpulist").write_text(cores + "\n")
     assert doctor.numa_nodes(tmp_path) == {0: 1}
     assert doctor._cpu_list("0-3,8\n") == {0, 1, 2, 3, 8}
-    (tmp_path / "shmem").write_text("always within_size [advise] never deny force\n")
-    assert doctor.huge_pages(tmp_path / "shmem") == "advise"
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert doctor.huge_pages(tmp_path / "enabled") == "madvise"
     assert doctor.huge_pages(tmp_path / "absent") == "" and doctor.numa_nodes(tmp_path / "absent") == {}
 
 

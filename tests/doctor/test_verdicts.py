@@ -25,7 +25,7 @@ GOOD = Facts(
     isas=("avx512", "avx2"),
     available_bytes=250 * GIB,
     available_source="cgroup",
-    huge_pages="advise",
+    huge_pages="madvise",
     disk_write=2e9,
     versions={"torch": "2.13"},
     profile_file="/cache/profile.json",
@@ -60,6 +60,7 @@ FAULTS = {
     "CPU kernel": ({"isa": "avx2"}, "wider instruction set"),
     "host memory limit": ({"available_bytes": 8 * GIB}, "less than 16 GiB"),
     "locked memory": ({"memlock_bytes": 64 << 10}, "pinned memory"),
+    "huge pages": ({"huge_pages": "never"}, "reserved at 4 GB/s"),
     "disk": ({"disk_write": 0.1e9}, "140 s a checkpoint"),
 }
 
@@ -95,7 +96,7 @@ def test_what_stops_training_is_bad(changes):
 def test_what_cannot_be_judged_is_a_note():
     """No GPU, no memory limit, unknown huge pages and no profile are notes, with no price."""
     verdicts = named(replace(GOOD, gpus=(), available_bytes=None, huge_pages="", profile_file=""))
-    for name in ("GPUs", "host memory limit", "huge pages for shared memory", "hardware profile"):
+    for name in ("GPUs", "host memory limit", "huge pages", "hardware profile"):
         assert verdicts[name] == "note"
 
 
