@@ -226,8 +226,12 @@ def execute(part: str, position: int, run: Run, session: Session) -> Record:
         if not run.ours:
             return {**record, **read_peer(text)}
         known = [r for r in read_records(session.results) if r["name"] == run.name and "failed" not in r]
-        plan = {key: known[-1][key] for key in PLANNED if key in known[-1]} if known else read_plan(command)
-        return {**record, **read_ours(folder, text), **plan}
+        record |= read_ours(folder, text)
+        if known:
+            return {**record, **{key: known[-1][key] for key in PLANNED if key in known[-1]}}
+        plan_log = folder / "plan.txt"
+        session.worker.train([*command[2:], "--dry-run"], plan_log, limit_s)
+        return {**record, **read_plan(plan_log.read_text())}
     except (LookupError, ValueError) as error:
         return {**record, "failed": f"its output was not understood: {error!r}"}
 
@@ -289,18 +293,17 @@ def read_ours(folder: Path, text: str) -> Record:
 
 
 PLANNED = ("predicted_gpu_gib", "predicted_host_gib", "predicted_iteration_ms")
-"""What `read_plan` finds; it needs a process, so once for each name."""
+"""What `read_plan` finds; once for each name."""
 
 
-def read_plan(command: Sequence[str]) -> Record:
-    """Return what --dry-run says about a command line, on the rates that the run has measured: GiB and milliseconds."""
-    result = subprocess.run([*command, "--dry-run"], capture_output=True, text=True)
+def read_plan(text: str) -> Record:
+    """Return what --dry-run said about a command line, on the rates that the run has measured: GiB and milliseconds."""
     record: Record = {}
     for kind, name in (("GPU", "predicted_gpu_gib"), ("host", "predicted_host_gib")):
-        found = re.search(rf"^{kind} bytes of a rank: ([\d.]+) (GiB|MiB)", result.stdout, re.MULTILINE)
+        found = re.search(rf"^{kind} bytes of a rank: ([\d.]+) (GiB|MiB)", text, re.MULTILINE)
         if found:
             record[name] = float(found[1]) / (1.0 if found[2] == "GiB" else 1024.0)
-    found = re.search(r"^predicted iteration: ([\d.]+) ms", result.stdout, re.MULTILINE)
+    found = re.search(r"^predicted iteration: ([\d.]+) ms", text, re.MULTILINE)
     return record if found is None else {**record, "predicted_iteration_ms": float(found[1])}
 
 

@@ -3,9 +3,9 @@
     python -m benchmarks.trace_overhead --output out/trace [--iterations 15] [--smoke]
 
 Trains a GPT of 1.07 B parameters in four wide layers, whose passes take the same time each iteration, with nothing
-resident: with shares 0, 1/2 and 1 with a trace of most steps; then with the chosen share, without and with
-`--offload-trace FILE --offload-trace-steps 3` by turns. The launching thread's time in the marks of a trace is counted
-besides, since runs differ by more than that. Ends with code 1 where less than 95 % of an update is attributed.
+resident and with a trace: with shares 0, 1/2 and 1, and with the chosen one. Then, for shares 1 and chosen, a longer
+run in which every other step goes without the marks that a trace makes: machines drift, so a step is compared with its
+two neighbors. Ends with code 1 where less than 95 % of an update is attributed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -36,8 +36,9 @@ from megatron.training.quiet import leave_out_known_warnings
 
 SHARES = ("share 0", "share 1/2", "share 1")
 AUTO = "share auto"
-STEPS = 3
-NUM_PAIRS = 3
+NUM_ALTERNATING = 8
+"""A run whose every other step is marked is so many times as long."""
+
 LEAST_ATTRIBUTED = 0.95
 HEAD = (
     "Milliseconds, medians. In place: until the last parameter is updated. Update: until the last flush, as logged; "
@@ -49,55 +50,52 @@ HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run printed, milliseconds, and its trace: steps by name (`measured`, `predicted`).
+    """What one run printed, milliseconds, and its trace: steps by name (`measured`, `predicted`)."""
 
-    marks_ms: what the launching thread spent on marks in all iterations.
-    """
-
-    num_iterations: int
     elapsed: tuple[float, ...]
     updates: tuple[float, ...]
     predicted: float
     placement: str
     steps: dict[str, list[Timeline]]
-    marks_ms: float = 0.0
 
 
-def train(arguments: Sequence[str], log: Path, trace: Path | None) -> Run:
+def train(arguments: Sequence[str], log: Path, trace: Path) -> Run:
     """Do what pretrain_gpt.py does, in this process: a start of its own for each run would take most of the time."""
-    words = [] if trace is None else ["--offload-trace", str(trace)]
     started = time.monotonic()
     log.unlink(missing_ok=True)
-    with marks_timed() as spent:
-        worker.train([*arguments, *words], log)
+    worker.train([*arguments, "--offload-trace", str(trace)], log)
     print(f"{log.stem}: {time.monotonic() - started:.1f} s", flush=True)
-    return replace(read_run(log.read_text(), trace), marks_ms=1e3 * sum(spent))
+    return read_run(log.read_text(), trace)
 
 
 @contextlib.contextmanager
-def marks_timed() -> Iterator[list[float]]:
-    """Collect the seconds of each mark that a trace makes in the training loop."""
+def every_other_step_marked() -> Iterator[list[float]]:
+    """Leave the marks out of every second step; collects the launching thread's milliseconds in marks, step by step."""
     spent: list[float] = []
-    mark = StepMarks._mark
+    begin, mark = StepMarks.begin, StepMarks._mark
+
+    def begun(self: StepMarks) -> None:
+        begin(self)
+        self._in_step = self._in_step and len(spent) % 2 == 0
+        spent.append(0.0)
 
     def timed(self: StepMarks, kind: str, micro_batch: int) -> None:
         start = time.perf_counter()
         mark(self, kind, micro_batch)
-        spent.append(time.perf_counter() - start)
+        spent[-1] += 1e3 * (time.perf_counter() - start)
 
-    with mock.patch.object(StepMarks, "_mark", timed):
+    with mock.patch.object(StepMarks, "_mark", timed), mock.patch.object(StepMarks, "begin", begun):
         yield spent
 
 
-def read_run(text: str, trace: Path | None) -> Run:
+def read_run(text: str, trace: Path) -> Run:
     """Read a run's output and trace. Raises LookupError for one that is not complete."""
     elapsed = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): (\S+)", text)]
     # A line shows the update of the step before, so the first ones are as unsettled as those of iterations.
     updates = [float(t) for t in re.findall(r"offload update: (\S+) ms", text)]
-    lanes = {} if trace is None else read_trace(json.loads(trace.read_text()))
+    lanes = read_trace(json.loads(trace.read_text()))
     return Run(
-        num_iterations=len(elapsed),
-        elapsed=tuple(elapsed[NUM_SETTLING:] or elapsed[-1:]),
+        elapsed=tuple(elapsed),
         updates=tuple(updates[NUM_SETTLING:] or updates[-1:]),
         predicted=float(re.findall(r"predicted update: (\S+) ms", text)[0]),
         placement=re.findall(r"placement: (.*?), stride", text)[0],
@@ -125,24 +123,24 @@ def prediction_line(name: str, run: Run) -> str:
     return (
         f"| {name} ({run.placement}) | {run.predicted:.1f} | {in_place:.1f} | {run.predicted / in_place:.3f} | "
         f"{whole:.1f} | {spread(run.updates)} | {whole / update:.3f} | {run.predicted / update:.3f} | "
-        f"{spread(run.elapsed)} |"
+        f"{spread(run.elapsed[NUM_SETTLING:] or run.elapsed)} |"
     )
 
 
-def overhead_lines(without: Sequence[Run], traced: Sequence[Run]) -> list[str]:
-    """Medians of all iterations of each kind, and of each run."""
-    lines, medians = [], []
-    for name, runs in (("without", without), ("with", traced)):
-        values = [t for run in runs for t in run.elapsed]
-        medians.append(statistics.median(values))
-        each = ", ".join(f"{statistics.median(run.elapsed):.2f}" for run in runs)
-        lines.append(f"iteration {name} --offload-trace: {medians[-1]:.2f} ms (median of each run: {each})")
-    marks = statistics.median(run.marks_ms / run.num_iterations for run in traced)
-    return [
-        *lines,
-        f"difference: {100 * (medians[1] / medians[0] - 1):+.2f} %",
-        f"the launching thread makes marks for {marks:.3f} ms of an iteration: {100 * marks / medians[1]:.3f} %",
-    ]
+def overhead_line(name: str, elapsed: Sequence[float], spent: Sequence[float]) -> str:
+    """What marks cost: each marked step beside the mean of its neighbors without, and the time in marks."""
+    assert len(spent) == len(elapsed)
+    marked = range(NUM_SETTLING + NUM_SETTLING % 2, len(elapsed) - 1, 2)
+    differences = [elapsed[i] - (elapsed[i - 1] + elapsed[i + 1]) / 2 for i in marked]
+    middle, whole = statistics.median(differences), statistics.median(elapsed)
+    # Of a median, from the median distance to it, which single late steps do not move.
+    error = 1.253 * 1.483 * statistics.median(abs(d - middle) for d in differences) / len(differences) ** 0.5
+    in_marks = statistics.median(spent[i] for i in marked)
+    return (
+        f"{name}: steps with marks take {middle:+.3f} +- {error:.3f} ms more ({100 * middle / whole:+.3f} +- "
+        f"{100 * error / whole:.3f} % of {whole:.1f} ms, {len(differences)} steps beside their neighbors); the "
+        f"launching thread makes marks for {in_marks:.3f} ms of an iteration: {100 * in_marks / whole:.3f} %"
+    )
 
 
 def attributed(steps: Sequence[Timeline]) -> float:
@@ -159,6 +157,10 @@ def attribution_line(name: str, steps: Sequence[Timeline]) -> str:
     )
 
 
+def _file_stem(name: str) -> str:
+    return name.replace("/", "_").replace(" ", "_")
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("out/trace"))
@@ -172,30 +174,25 @@ def main() -> int:
     leave_out_known_warnings()
     options.output.mkdir(parents=True, exist_ok=True)
     iterations = 6 if options.smoke else options.iterations
-    batch = f"--micro-batch-size 1 --global-batch-size 2 --train-iters {iterations} --grad-reduce-in-bf16"
+    batch = "--micro-batch-size 1 --global-batch-size 2 --grad-reduce-in-bf16"
     shape = SHAPES["tiny" if options.smoke else "1.1b"].command()
     small = "--use-cpu --offload-subgroup-numel 65536" if options.smoke else ""
     common = shlex.split(f"{shape} {TRAINING} {NO_EVALUATION} {batch} --interleaved-offload {small}")
 
-    def run(name: str, log: str, num_steps: int) -> Run:
-        trace = options.output / f"{log}.json" if num_steps else None
-        steps = ["--offload-trace-steps", str(num_steps)] if num_steps else []
-        return train([*common, *shlex.split(SETTINGS[name]), *steps], options.output / f"{log}.log", trace)
+    def run(name: str, log: str, num_iterations: int, num_steps: int) -> Run:
+        words = f"{SETTINGS[name]} --train-iters {num_iterations} --offload-trace-steps {num_steps}"
+        return train([*common, *shlex.split(words)], options.output / f"{log}.log", options.output / f"{log}.json")
 
-    names, num_pairs = (SHARES[1:2], 1) if options.smoke else (SHARES, NUM_PAIRS)
-    shares = {name: run(name, name.replace("/", "_").replace(" ", "_"), max(2, iterations - 5)) for name in names}
-    plain, traced = [], []
-    for i in range(2 * num_pairs):
-        if (i + 1) // 2 % 2 == 0:  # plain, traced, traced, plain, ...: a drift of the machine meets both alike
-            plain.append(run(AUTO, f"auto_plain_{i}", 0))
-        else:
-            traced.append(run(AUTO, f"auto_traced_{i}", STEPS))
-    shares[AUTO] = traced[0]
+    names = SHARES[1:2] if options.smoke else (*SHARES, AUTO)
+    runs = {name: run(name, _file_stem(name), iterations, max(2, iterations - 5)) for name in names}
     print("\n".join(HEAD))
-    for name, one in shares.items():
+    for name, one in runs.items():
         print(prediction_line(name, one))
-    print("\n".join(overhead_lines(plain, traced)))
-    traces = [*shares.items(), (f"{AUTO} again", traced[-1])]
+    for name in names[-2:]:
+        with every_other_step_marked() as spent:
+            longer = run(name, f"{_file_stem(name)}_marks", NUM_ALTERNATING * iterations, 1)
+        print(overhead_line(name, longer.elapsed, spent))
+    traces = runs.items()
     print("\n".join(attribution_line(name, one.steps[MEASURED]) for name, one in traces))
     least = min(attributed(one.steps[MEASURED]) for _, one in traces)
     if least < LEAST_ATTRIBUTED:

@@ -10,7 +10,8 @@ of the lanes, and which part of the update the launching thread works itself. Wi
 and its share of the cores; they start each timed update together, and rates are listed by rank.
 
 --cover varies shares, strides, slots, threads, wires, residents and sizes, every share twice with the others between,
-and ends with how far predictions were off and how near the chosen share came to the best one.
+and ends with how far predictions were off and how near the chosen share came to the best one. As in training, each
+setting's updates correct the rates that the next one is predicted by.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import torch.distributed as dist
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels.scalars import AdamClass
+from deep_offload.model.calibrate import corrected_profile
 from deep_offload.model.choose import Compute
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.placement import gpu_share_of
+from deep_offload.runtime.measure import keep_profile
 
 ENDLESS_SECONDS = 10.0
 """A backward pass behind which all flushes and prefetches are done."""
@@ -189,15 +192,18 @@ class Row:
         return self.predicted / self.measured.update - 1
 
 
-def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank) -> Row:
-    """Build, measure and print one setting."""
+def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank, *, follows: bool = False) -> Row:
+    """Build, measure and print one setting. follows: its updates correct the machine's profile."""
     rank.together()  # the machine's rates, measured by the first one, hold with all ranks at work
     begin = time.perf_counter()
     engine, lines = build_engine(shards, setting.config, warn=print, log=rank.say)
     built = time.perf_counter() - begin
+    engine.keep_timelines(repeats)
     measured = measure(engine, repeats, rank.device, rank.together)
     timeline, total, expected = engine.timeline(), engine.layout.numel, engine.expected
     assert timeline is not None and expected is not None
+    if follows and expected.profile.num_gpus:
+        keep_profile(corrected_profile(expected, engine.timelines()))
     facts = expected.judge(timeline)
     assert facts is not None
     busy = " ".join(f"{lane} {share:.2f}" for lane, share in facts.busy.items())
@@ -288,7 +294,7 @@ def main() -> None:
     rank, size = join(), (arguments.num_subgroups, arguments.numel)
     shards = make_shards(*size, rank.device)
     if arguments.cover:
-        rows = [run(shards, setting, arguments.repeats, rank) for setting in cover(*size)]
+        rows = [run(shards, setting, arguments.repeats, rank, follows=True) for setting in cover(*size)]
         rank.say("\n".join(cover_table(rows)))
     else:
         given = {"resident": arguments.resident, "slots": arguments.slots, "threads": arguments.threads}

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from megatron.training.arguments import parse_args
+from megatron.training.dry_run import dry_run
 from megatron.training.launch import find_ranks
 from megatron.training.quiet import leave_out_known_warnings
 from megatron.training.training import pretrain
@@ -31,7 +32,11 @@ def train(arguments: Sequence[str], log: Path) -> None:
     _forget_peaks()
     with log.open("a", buffering=1) as out, contextlib.redirect_stdout(out):
         try:
-            pretrain(parse_args(arguments, world_size=1), find_ranks({}))
+            config = parse_args(arguments, world_size=1)
+            if config.lifecycle.dry_run:
+                print("\n".join(dry_run(config).lines))
+            else:
+                pretrain(config, find_ranks({}))
         except BaseException:
             traceback.print_exc(file=out)
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,10 @@ from deep_offload.plan.timeline import BACKWARD, FORWARD, NORM, Phase, Span
 from deep_offload.runtime.lanes import Completion, Device
 
 _END = ""
+_OP = Op(OpKind.GRADS_READY)
+"""Of no run: a mark's completion only carries a time."""
+_ISSUED = threading.Event()
+_ISSUED.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,8 @@ class StepMarks:
     def _mark(self, kind: str, micro_batch: int) -> None:
         if not self._in_step:
             return
-        completion = Completion(Op(OpKind.GRADS_READY))  # of no run: it only carries a time
+        completion = Completion(_OP, _ISSUED)
         self._lanes.mark_main(completion)
-        completion.issued.set()
         is_asked = kind != _END and self._device.type == "cuda"
         allocated = _allocated_bytes(self._device) if is_asked else None
         self._marks.append(Mark(kind, micro_batch, completion, allocated))

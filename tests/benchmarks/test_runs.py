@@ -6,10 +6,14 @@ import time
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 
 from benchmarks import iteration, runs, sweeps
+from benchmarks.peer_model import build_plain
 from benchmarks.runs import Run, Session
+from benchmarks.shapes import SHAPES
 from megatron.training.arguments import build_config
+from megatron.training.dry_run import dry_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,5 +101,9 @@ def test_targets_name_runs_of_their_part():
 
 def test_main_model_is_the_peers_model(tmp_path):
     """Both count 3.48 B parameters: same width, depth, biases and no positions."""
-    text = runs.read_plan(iteration.R0.command(tmp_path, use_cpu=False))
-    assert text["predicted_host_gib"] > 0
+    command = iteration.R0.command(tmp_path, use_cpu=False)
+    lines = dry_run(build_config(command[2:])).lines
+    assert "model: 3.48 B parameters, 16 layers, sequence 2048, micro-batch 1, global batch 1" in lines
+    assert runs.read_plan("\n".join(lines)).keys() == set(runs.PLANNED)
+    peer = build_plain(SHAPES["3.5b"], torch.device("meta"), torch.bfloat16)
+    assert sum(parameter.numel() for parameter in peer.parameters()) == 3_484_229_632
