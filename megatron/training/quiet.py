@@ -1,4 +1,4 @@
-"""Leave out what megatron-core says about packages that this program does not need. Standard library only.
+"""Leave out what megatron-core and torch say that no user of this program could act on. Standard library only.
 
 To be called before the first import of `megatron.core`, which warns while it is imported, once for each module.
 """
@@ -11,8 +11,10 @@ _MISSING_PACKAGES = r"(Transformer Engine and Apex are|Apex is) not installed\. 
 
 
 def leave_out_known_warnings() -> None:
-    """Filter these warnings of megatron-core by their text; every other warning is shown as before."""
+    """Filter these warnings by their text; every other warning is shown as before."""
     warnings.filterwarnings("ignore", _MISSING_PACKAGES, UserWarning, r"megatron\.core\.")
     # Its own calls and settings: nothing that a user could change.
     warnings.filterwarnings("ignore", r".torch\.distributed\.\w+. is deprecated")
     warnings.filterwarnings("ignore", "full scope is deprecated", module=r"megatron\.core")
+    # The device is set before any group is made, so the current one is the right one.
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning, r"torch\.")
