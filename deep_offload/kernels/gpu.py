@@ -117,32 +117,6 @@ def adam_update(
         )
 
 
-def upcast_into(target: Tensor, source: Tensor) -> None:
-    """Write the bf16 or fp16 `source` [numel] (on a GPU) as fp32 into `target` [numel], on the current stream.
-
-    `target` lies on the same device or in host memory registered with CUDA; there, wait for the stream before reading.
-    """
-    if target.dtype is not torch.float32 or source.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"upcast_into writes float32 from bfloat16 or float16, got {target.dtype} and {source.dtype}")
-    if target.numel() != source.numel() or not target.is_contiguous() or not source.is_contiguous():
-        raise ValueError(
-            f"upcast_into takes contiguous tensors of one size, got {target.numel()} and {source.numel()} elements"
-        )
-    if source.numel() > _MAX_NUMEL:
-        raise ValueError(f"upcast_into takes at most {_MAX_NUMEL} elements, got {source.numel()}; call it in pieces")
-    if source.numel() == 0:
-        return
-    with torch.cuda.device_of(source):
-        triton_adam.upcast_kernel[(triton.cdiv(source.numel(), BLOCK),)](
-            target if target.device == source.device else _HostPointer(target),
-            _as_integers(source),
-            source.numel(),
-            SOURCE=_KIND[source.dtype],
-            SIZE=BLOCK,
-            num_warps=_NUM_WARPS,
-        )
-
-
 def copy_past_engines(target: Tensor, source: Tensor) -> None:
     """Copy the bytes of `source` into `target`, of equal type and shape, by a kernel on the current stream.
 

@@ -1,5 +1,5 @@
 # ruff: noqa: ANN001, ANN201, ANN202  (the arguments of Triton functions are pointers and blocks, which have no Python types)
-"""The Adam update as one Triton kernel with the bits of `reference.py`, and the upcast of 16-bit gradients.
+"""The Adam update as one Triton kernel with the bits of `reference.py`, and copies of a few bytes.
 
 What keeps the bits: no contraction (the launches say `enable_fp_fusion=False`), division and square root rounded to
 nearest (`div_rn`, `sqrt_rn`; Triton's plain ones are approximations), and scalars from the same fp32 table as on the
@@ -140,14 +140,6 @@ def adam_kernel(
             if STORAGE == FULL:
                 tl.store(master + lane, p, mask=mask)
             _store_weight(weight, lane, mask, p, OUT)
-
-
-@triton.jit
-def upcast_kernel(target, source, numel, SOURCE: tl.constexpr, SIZE: tl.constexpr):
-    """target fp32 [numel] = source [numel]."""
-    lane = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    mask = lane < numel
-    tl.store(target + lane, _load_fp32(source, lane, mask, SOURCE), mask=mask)
 
 
 @triton.jit

@@ -173,20 +173,6 @@ def test_a_weight_over_its_gradient():
     assert_same_bits(master.cpu(), want.master, "master")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("numel", [1, 2047, 100_001])
-def test_upcast_into_device_and_pinned_memory(dtype, numel):
-    """The upcast writes exact fp32 values into device memory and straight into pinned host memory."""
-    source = ordinary_state(numel, dtype).grad
-    on_device = torch.empty(numel, device="cuda")
-    pinned = torch.empty(numel, pin_memory=True)
-    gpu.upcast_into(on_device, source.cuda())
-    gpu.upcast_into(pinned, source.cuda())
-    torch.cuda.synchronize()  # the kernel writes the pinned memory, the next line reads it
-    assert_same_bits(on_device.cpu(), source.float(), "device")
-    assert_same_bits(pinned, source.float(), "pinned")
-
-
 def test_the_update_runs_on_the_current_stream():
     """On a side stream the update sees what that stream wrote before it."""
     state = ordinary_state(1 << 20, torch.float32, seed=9)
