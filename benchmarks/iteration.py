@@ -55,7 +55,7 @@ _16K, _32K, _128K = ((_batch(NONE, s, c, n), _batch(R0, s, c, n)) for s, c, n in
 
 PARTS: dict[str, list[Run]] = {
     "compute": [PLAIN, NONE, PLAIN, NONE],
-    "full": [NONE, R0, Z2, R0, HDO, R0, FSDP2, R0, AUTO, NONE],
+    "full": [R0, Z2, R0, HDO, R0, FSDP2, R0, NONE, AUTO, NONE],
     "half": [R05, TWIN_HALF, R0, HDO_HALF, R05],
     "stage3": [R0, Z3, R0],
     "variants": [R0, FP32, R0, ONE_CONNECTION, R0],

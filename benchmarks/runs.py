@@ -127,6 +127,11 @@ class Session:
     def results(self) -> Path:
         return self.output / RESULTS_FILE
 
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a process may take from now on."""
+        return max(30.0, self.deadline + 30.0 - time.monotonic())
+
 
 def add_session_options(parser: argparse.ArgumentParser) -> None:
     """Options of every program that runs parts."""
@@ -205,12 +210,12 @@ def execute(part: str, position: int, run: Run, session: Session) -> Record:
     (folder / "run.jsonl").unlink(missing_ok=True)
     command, log = run.command(folder, session.use_cpu), folder / "log.txt"
     begin = time.monotonic()
-    limit_s = max(30.0, session.deadline + 30.0 - begin)
+    plan = _plan(command, folder / "plan.txt", session) if run.ours else {}
     log.write_text(shlex.join(command) + "\n")
     if run.ours and not run.environment:
-        code = session.worker.train(command[2:], log, limit_s)
+        code = session.worker.train(command[2:], log, session.limit_s)
     else:
-        code = _call(command, log, {**os.environ, **run.environment}, limit_s)
+        code = _call(command, log, {**os.environ, **run.environment}, session.limit_s)
     record: Record = {
         "name": run.name,
         "shape": run.shape,
@@ -218,22 +223,22 @@ def execute(part: str, position: int, run: Run, session: Session) -> Record:
         "num_micro_batches": run.num_micro_batches,
         "command": shlex.join(["python", *command[1:]]),
         "process_s": round(time.monotonic() - begin, 1),
+        **plan,
     }
     text = log.read_text(errors="replace")
     if code != 0:
         return {**record, "failed": f"code {code}: " + " / ".join(text.splitlines()[-4:])[-700:]}
     try:
-        if not run.ours:
-            return {**record, **read_peer(text)}
-        known = [r for r in read_records(session.results) if r["name"] == run.name and "failed" not in r]
-        record |= read_ours(folder, text)
-        if known:
-            return {**record, **{key: known[-1][key] for key in PLANNED if key in known[-1]}}
-        plan_log = folder / "plan.txt"
-        session.worker.train([*command[2:], "--dry-run"], plan_log, limit_s)
-        return {**record, **read_plan(plan_log.read_text())}
+        return {**record, **(read_ours(folder, text) if run.ours else read_peer(text))}
     except (LookupError, ValueError) as error:
         return {**record, "failed": f"its output was not understood: {error!r}"}
+
+
+def _plan(command: Sequence[str], log: Path, session: Session) -> Record:
+    """Ask for the plan of one of our runs, on the rates that are known before it; nothing where that fails."""
+    log.unlink(missing_ok=True)
+    code = session.worker.train([*command[2:], "--dry-run"], log, session.limit_s)
+    return read_plan(log.read_text()) if code == 0 else {}
 
 
 def _call(command: list[str], log: Path, environment: dict[str, str], limit_s: float) -> int:
@@ -292,12 +297,8 @@ def read_ours(folder: Path, text: str) -> Record:
     return record if not digests else {**record, "digest": digests[-1]}
 
 
-PLANNED = ("predicted_gpu_gib", "predicted_host_gib", "predicted_iteration_ms")
-"""What `read_plan` finds; once for each name."""
-
-
 def read_plan(text: str) -> Record:
-    """Return what --dry-run said about a command line, on the rates that the run has measured: GiB and milliseconds."""
+    """Return what --dry-run said about a command line, GiB and milliseconds."""
     record: Record = {}
     for kind, name in (("GPU", "predicted_gpu_gib"), ("host", "predicted_host_gib")):
         found = re.search(rf"^{kind} bytes of a rank: ([\d.]+) (GiB|MiB)", text, re.MULTILINE)

@@ -4,8 +4,8 @@
 
 Trains a GPT of 1.07 B parameters in four wide layers, whose passes take the same time each iteration, with nothing
 resident and with a trace: with shares 0, 1/2 and 1, and with the chosen one. Then, for shares 1 and chosen, a longer
-run in which every other step goes without the marks that a trace makes: machines drift, so a step is compared with its
-two neighbors. Ends with code 1 where less than 95 % of an update is attributed.
+run in which every other step goes without the marks that a trace makes, in its second half the other ones: machines
+drift, so a step is compared with its two neighbors. Ends with code 1 where less than 95 % of an update is attributed.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def train(arguments: Sequence[str], log: Path, trace: Path) -> Run:
 
 
 @contextlib.contextmanager
-def every_other_step_marked() -> Iterator[list[float]]:
+def every_other_step_marked(num_steps: int) -> Iterator[list[float]]:
     """Leave the marks out of every second step; collects the launching thread's milliseconds in marks, step by step."""
     spent: list[float] = []
     begin, mark = StepMarks.begin, StepMarks._mark
 
     def begun(self: StepMarks) -> None:
         begin(self)
-        self._in_step = self._in_step and len(spent) % 2 == 0
+        self._in_step = self._in_step and is_marked(len(spent), num_steps)
         spent.append(0.0)
 
     def timed(self: StepMarks, kind: str, micro_batch: int) -> None:
@@ -86,6 +86,11 @@ def every_other_step_marked() -> Iterator[list[float]]:
 
     with mock.patch.object(StepMarks, "_mark", timed), mock.patch.object(StepMarks, "begin", begun):
         yield spent
+
+
+def is_marked(step: int, num_steps: int) -> bool:
+    """Even steps of the first half, odd ones of the second: what returns every second step is no mark's cost."""
+    return step % 2 == (step >= num_steps // 2)
 
 
 def read_run(text: str, trace: Path) -> Run:
@@ -128,19 +133,33 @@ def prediction_line(name: str, run: Run) -> str:
 
 
 def overhead_line(name: str, elapsed: Sequence[float], spent: Sequence[float]) -> str:
-    """What marks cost: each marked step beside the mean of its neighbors without, and the time in marks."""
+    """What marks cost: marked steps beside the mean of their neighbors without, and the time in marks."""
     assert len(spent) == len(elapsed)
-    marked = range(NUM_SETTLING + NUM_SETTLING % 2, len(elapsed) - 1, 2)
-    differences = [elapsed[i] - (elapsed[i - 1] + elapsed[i + 1]) / 2 for i in marked]
-    middle, whole = statistics.median(differences), statistics.median(elapsed)
-    # Of a median, from the median distance to it, which single late steps do not move.
-    error = 1.253 * 1.483 * statistics.median(abs(d - middle) for d in differences) / len(differences) ** 0.5
-    in_marks = statistics.median(spent[i] for i in marked)
+    half = len(elapsed) // 2
+    marked = [
+        i
+        for i in range(NUM_SETTLING, len(elapsed) - 1)
+        if is_marked(i, len(elapsed)) and i not in (half - 1, half)  # there two of a kind meet
+    ]
+    difference = {i: elapsed[i] - (elapsed[i - 1] + elapsed[i + 1]) / 2 for i in marked}
+    halves = [[d for i, d in difference.items() if (i < half) == is_first] for is_first in (True, False)]
+    middle = statistics.mean(map(statistics.median, halves))
+    error = sum(median_error(half) ** 2 for half in halves) ** 0.5 / 2
+    whole, in_marks = statistics.median(elapsed), statistics.median(spent[i] for i in marked)
     return (
         f"{name}: steps with marks take {middle:+.3f} +- {error:.3f} ms more ({100 * middle / whole:+.3f} +- "
-        f"{100 * error / whole:.3f} % of {whole:.1f} ms, {len(differences)} steps beside their neighbors); the "
+        f"{100 * error / whole:.3f} % of {whole:.1f} ms, {len(marked)} steps beside their neighbors); the "
         f"launching thread makes marks for {in_marks:.3f} ms of an iteration: {100 * in_marks / whole:.3f} %"
     )
+
+
+def median_error(values: Sequence[float]) -> float:
+    """Standard error of a median, from the median distance to it, which single late steps do not move.
+
+    Values next to each other share a neighbor, so as many count as if every tenth were left out.
+    """
+    distance = statistics.median(abs(value - statistics.median(values)) for value in values)
+    return 1.1 * 1.253 * 1.483 * distance / len(values) ** 0.5
 
 
 def attributed(steps: Sequence[Timeline]) -> float:
@@ -189,7 +208,7 @@ def main() -> int:
     for name, one in runs.items():
         print(prediction_line(name, one))
     for name in names[-2:]:
-        with every_other_step_marked() as spent:
+        with every_other_step_marked(NUM_ALTERNATING * iterations) as spent:
             longer = run(name, f"{_file_stem(name)}_marks", NUM_ALTERNATING * iterations, 1)
         print(overhead_line(name, longer.elapsed, spent))
     traces = runs.items()

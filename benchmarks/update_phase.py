@@ -10,8 +10,8 @@ of the lanes, and which part of the update the launching thread works itself. Wi
 and its share of the cores; they start each timed update together, and rates are listed by rank.
 
 --cover varies shares, strides, slots, threads, wires, residents and sizes, every share twice with the others between,
-and ends with how far predictions were off and how near the chosen share came to the best one. As in training, each
-setting's updates correct the rates that the next one is predicted by.
+and ends with how far predictions were off and how near the chosen share came to the best one. Each setting's updates
+correct the rates that the next one with as many threads is predicted by, as the first ten of a training run do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -294,7 +295,9 @@ def main() -> None:
     rank, size = join(), (arguments.num_subgroups, arguments.numel)
     shards = make_shards(*size, rank.device)
     if arguments.cover:
-        rows = [run(shards, setting, arguments.repeats, rank, follows=True) for setting in cover(*size)]
+        with TemporaryDirectory() as cache:  # what these updates teach is not what the next training should go by
+            os.environ["DEEP_OFFLOAD_CACHE"] = cache
+            rows = [run(shards, setting, arguments.repeats, rank, follows=True) for setting in cover(*size)]
         rank.say("\n".join(cover_table(rows)))
     else:
         given = {"resident": arguments.resident, "slots": arguments.slots, "threads": arguments.threads}

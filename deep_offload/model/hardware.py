@@ -8,8 +8,9 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-PROFILE_FORMAT = 1
-"""Version of the JSON file; a file of another version is refused."""
+PROFILE_FORMAT = 2
+"""Version of the JSON file; a file of another version is refused. CPU rates of version 1 were those of arrays that a
+cache holds in part."""
 
 _RECALIBRATE = "measure a new one with `python -m deep_offload calibrate`"
 

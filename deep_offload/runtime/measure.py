@@ -27,7 +27,7 @@ from deep_offload.model.hardware import HardwareProfile, profile_from_json, prof
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.runtime.arena import ArraySpec, HostArena
-from deep_offload.runtime.limits import read_host_limits
+from deep_offload.runtime.limits import HostLimits, read_host_limits
 
 TRAINING_FLOPS_SHARE = 0.6
 """Part of a large matrix product's rate that whole training steps reach."""
@@ -145,17 +145,30 @@ def _write_profile(path: Path, profile: HardwareProfile, log: Callable[[str], No
 def measure_profile(
     device: torch.device, num_threads: int, num_ranks: int = 1, log: Callable[[str], None] = lambda _line: None
 ) -> HardwareProfile:
-    """Measure this machine: under 5 s without a GPU, under 20 s with one. Holds 3.5 GiB of host memory meanwhile
+    """Measure this machine: under 5 s without a GPU, under 20 s with one. Holds up to 3.5 GiB of host memory meanwhile
     with a GPU, 0.3 GiB without."""
-    bench = _CudaBench(device, num_threads, log) if device.type == "cuda" else _HostBench(num_threads, log)
+    limits = read_host_limits()
+    if device.type == "cuda":
+        bench: _Bench = _CudaBench(device, num_threads, num_parts(limits.available_bytes, num_ranks), log)
+    else:
+        bench = _HostBench(num_threads, log)
     try:
-        return _profile(bench, device, num_threads, num_ranks)
+        return _profile(bench, device, limits, num_threads, num_ranks)
     finally:
         bench.close()
 
 
-def _profile(bench: _Bench, device: torch.device, num_threads: int, num_ranks: int) -> HardwareProfile:
-    limits = read_host_limits()
+def num_parts(available_bytes: int | None, num_ranks: int) -> int:
+    """Parts of a GPU's bench buffers: enough to leave the caches behind, in a quarter of the host's memory at most."""
+    if available_bytes is None:
+        return _CudaBench.most_parts
+    each = _CudaBench.cpu_numel * _CudaBench.bytes_per_element()
+    return max(1, min(_CudaBench.most_parts, available_bytes // (4 * num_ranks * each)))
+
+
+def _profile(
+    bench: _Bench, device: torch.device, limits: HostLimits, num_threads: int, num_ranks: int
+) -> HardwareProfile:
     rates = _lane_rates(bench, num_threads)
     machine = fingerprint(device, num_threads, num_ranks)
     return HardwareProfile(
@@ -270,23 +283,22 @@ class _Bench(ABC):
     """Host buffers and the work of each lane; a device fills in its own.
 
     The buffers come from the arena that holds optimizer state in training: the kind of pages changes the rates. They
-    are used part after part, `num_parts` in turn, because in training no byte of the state is in a cache any more.
+    are used part after part, because in training no byte of the state is in a cache any more.
     """
 
     cpu_numel = 1 << 23
-    num_parts = 1
     num_copy_buffers: int
     device_memory_bytes = 0
     dram_bytes_per_copied_byte = 1
     op_overhead_seconds = 3e-5
     window_seconds = 0.1
 
-    def __init__(self, num_threads: int, *, pin: bool, log: Callable[[str], None]) -> None:
+    def __init__(self, num_threads: int, num_parts: int, *, pin: bool, log: Callable[[str], None]) -> None:
         self.num_threads = num_threads
         self.scalars = torch.tensor([scalar_row(AdamClass(1e-4, 0.9, 0.95, 1e-8, 0.1, 10))], dtype=torch.float32)
         self.segments = torch.tensor([[0, self.cpu_numel, 0]], dtype=torch.int64)
-        wide = ArraySpec(self.cpu_numel * self.num_parts, torch.float32)
-        narrow = ArraySpec(self.cpu_numel * self.num_parts, torch.bfloat16)
+        wide = ArraySpec(self.cpu_numel * num_parts, torch.float32)
+        narrow = ArraySpec(self.cpu_numel * num_parts, torch.bfloat16)
         specs = [wide] * (4 + self.num_copy_buffers) + [narrow] * 2
         self._arena = HostArena(specs, pin=pin, num_threads=num_threads, warn=log)
         for array in self._arena.arrays:
@@ -296,6 +308,11 @@ class _Bench(ABC):
         self.grads = {torch.float32: wide_grad, torch.bfloat16: narrow_grad}
         self.copy_buffers: list[Tensor] = copies
         self.copy_bytes = 4 * self.cpu_numel
+
+    @classmethod
+    def bytes_per_element(cls) -> int:
+        """Of all buffers together."""
+        return 4 * (4 + cls.num_copy_buffers) + 2 * 2
 
     def close(self) -> None:
         """Unpin and free the buffers."""
@@ -346,7 +363,7 @@ class _HostBench(_Bench):
     num_copy_buffers = 4
 
     def __init__(self, num_threads: int, log: Callable[[str], None]) -> None:
-        super().__init__(num_threads, pin=False, log=log)
+        super().__init__(num_threads, 1, pin=False, log=log)
         self.up, self.down = self.copy_buffers[:2], self.copy_buffers[2:]
 
     def h2d(self) -> None:
@@ -380,12 +397,12 @@ class _CudaBench(_Bench):
     """A GPU: pinned host buffers, a stream per direction."""
 
     cpu_numel = 1 << 25
-    num_parts = 4  # 1.9 GiB of state: a server's last cache holds most of a single part
+    most_parts = 4  # 1.5 GiB of state: a server's last cache holds most of a single part
     num_copy_buffers = 2
     window_seconds = 0.3  # some thirty copies and CPU updates: predictions are as good as these rates
 
-    def __init__(self, device: torch.device, num_threads: int, log: Callable[[str], None]) -> None:
-        super().__init__(num_threads, pin=True, log=log)
+    def __init__(self, device: torch.device, num_threads: int, num_parts: int, log: Callable[[str], None]) -> None:
+        super().__init__(num_threads, num_parts, pin=True, log=log)
         self.device = device
         self.device_memory_bytes = torch.cuda.get_device_properties(device).total_memory
         self.streams = {lane: torch.cuda.Stream(device) for lane in ("h2d", "d2h")}

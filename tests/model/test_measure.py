@@ -61,6 +61,25 @@ def test_a_measured_profile_is_sound(measured):
     assert profile_from_json(profile_to_json(p)) == p
 
 
+def test_what_measuring_holds_is_not_missed_later(monkeypatch):
+    """Memory is read before the buffers are made, or the profile says that they are gone for good."""
+    order = []
+    limits, bench = measure.read_host_limits, measure._HostBench
+    monkeypatch.setattr(measure, "read_host_limits", lambda: order.append("limits") or limits())
+    monkeypatch.setattr(measure, "_HostBench", lambda *words: order.append("buffers") or bench(*words))
+    monkeypatch.setattr(measure, "_profile", lambda *words: None)
+    measure.measure_profile(CPU, 1)
+    assert order[:2] == ["limits", "buffers"]
+
+
+@pytest.mark.parametrize(
+    ("available", "ranks", "parts"), [(None, 8, 4), (128 << 30, 1, 4), (128 << 30, 8, 4), (24 << 30, 8, 1), (0, 1, 1)]
+)
+def test_buffers_take_a_quarter_of_the_memory_at_most(available, ranks, parts):
+    """A part is 0.9 GiB a rank; one there must be."""
+    assert measure.num_parts(available, ranks) == parts
+
+
 def test_rates_count_only_shared_time():
     """Loops that run together are counted over the time of the measurement, not over a slow loop's tail."""
     naps = {"short": 0.002, "long": 0.03}
