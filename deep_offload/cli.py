@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from deep_offload import cli_plan, cli_simulate
+from deep_offload import cli_plan, cli_request, cli_simulate
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import StateFormat, op_seconds
-from deep_offload.model.gpt import NAMED_SHAPES
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file, planning_profile
 from deep_offload.model.simulator import simulate
+from deep_offload.model.this_machine import cpu_update_threads
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.draw import draw_lanes, trace_to_json
 from deep_offload.plan.layout import ShardSpec, build_layout
@@ -57,7 +58,8 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m deep_offload", description="Plan runs, measure this machine, look at plans.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     plan = commands.add_parser("plan", help="bytes and times of a run before it starts, and its alternatives")
-    _add_plan_flags(plan)
+    cli_request.add_plan_flags(plan)
+    _add_offload_flags(plan)
     plan.set_defaults(run=_plan, parser=plan)
     calibrate = commands.add_parser("calibrate", help="measure this machine and keep its profile")
     calibrate.add_argument("--threads", type=int, help="threads of the CPU update; not given: as training chooses")
@@ -68,7 +70,8 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_show_flags(show)
     show.set_defaults(run=_show_plan, parser=show)
     simulate_command = commands.add_parser("simulate", help="a run on paper, on machines that do not exist yet too")
-    _add_plan_flags(simulate_command)
+    cli_request.add_plan_flags(simulate_command)
+    _add_offload_flags(simulate_command)
     cli_simulate.add_flags(simulate_command)
     simulate_command.set_defaults(run=_simulate, parser=simulate_command)
     doctor = commands.add_parser("doctor", help="what of this machine will cost speed, and what to do about it")
@@ -87,9 +90,8 @@ def _build_parser() -> argparse.ArgumentParser:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     profile, note = planning_profile(arguments.profile)
-    print(note)
     lines, fits = cli_simulate.answer(arguments, offload_config(arguments), profile)
-    print("\n".join(lines))
+    _print([note, *lines])
     return 0 if fits else 2
 
 
@@ -114,41 +116,21 @@ def _explain(arguments: argparse.Namespace) -> int:
     return explain([arguments.script, *arguments.arguments], program=arguments.parser.prog)
 
 
-def _add_plan_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", help=f"a known shape: {', '.join(NAMED_SHAPES)}; or give the sizes below")
-    for flag in ("num-layers", "hidden-size", "ffn-hidden-size", "num-attention-heads", "num-query-groups"):
-        add(f"--{flag}", type=int)
-    add("--kv-channels", type=int)
-    add("--vocab-size", type=int, help="rows of the embedding, padded here")
-    add("--tie-embeddings", action="store_true", help="the output layer shares the embedding's weights")
-    add("--gpus", default="1", help="number of GPUs; auto: the fewest that fit")
-    add("--tensor-model-parallel-size", type=int, help="not given: the least that fits")
-    add("--pipeline-model-parallel-size", type=int, help="not given: the least that fits")
-    add("--seq-length", type=int, default=2048)
-    add("--micro-batch-size", type=int, default=1)
-    add("--global-batch-size", type=int, help="not given: one micro-batch per data-parallel rank")
-    add("--grad-buffer", choices=("bf16", "fp32"), default="bf16", help="type of DDP's gradient buffer")
-    add("--recompute", choices=("none", "selective", "full"), help="not given: none, or full where only that fits")
-    add("--profile", help=f"a JSON file or one of {', '.join(BUILT_IN_PROFILES)}; not given: measured before, or h200")
-    add("--tokens", type=float, help="token budget of the whole training, such as 1e11")
-    add("--largest", action="store_true", help="how many layers of this shape fit on the GPUs")
-    add("--no-alternatives", action="store_true", help="only the run itself")
-    _add_offload_flags(parser)
-
-
 def _add_offload_flags(parser: argparse.ArgumentParser) -> None:
     """The engine's flags, with the meaning that pretrain_gpt.py gives them."""
     add = parser.add_argument
-    add("--offload-gpu-share", type=_auto(float), default="auto")
-    add("--offload-stride", type=_auto(int, "none"), default="auto")
-    add("--offload-resident-fraction", type=_auto(float), default="auto")
-    add("--offload-subgroup-numel", type=_auto(int), default="auto")
-    add("--offload-num-slots", type=_auto(int), default="auto")
-    add("--offload-grad-wire", default="auto")
-    add("--offload-split-master", default="auto")
-    add("--offload-device-budget-gib", type=float)
-    add("--offload-host-budget-gib", type=float)
+    share = "part (0..1) of the offloaded subgroups that the GPU updates; auto: found here"
+    add("--offload-gpu-share", type=_auto(float), default="auto", help=share)
+    stride = "every K-th offloaded subgroup on the GPU instead of a share; none: all on the CPU"
+    add("--offload-stride", type=_auto(int, "none"), default="auto", help=stride)
+    resident = "part (0..1) of the subgroups whose state stays on the GPU; auto: all that fits"
+    add("--offload-resident-fraction", type=_auto(float), default="auto", help=resident)
+    add("--offload-subgroup-numel", type=_auto(int), default="auto", help="elements of a subgroup; auto: 2**26 at most")
+    add("--offload-num-slots", type=_auto(int), default="auto", help="staging slots on the GPU; auto: 4 or 8")
+    add("--offload-grad-wire", default="auto", help="type of gradients on the way to the host: auto, fp32, param")
+    add("--offload-split-master", default="auto", help="low halves of bf16 masters alone are moved: auto, on, off")
+    add("--offload-device-budget-gib", type=float, help="GPU memory for state; not given: what training leaves")
+    add("--offload-host-budget-gib", type=float, help="host memory of a rank for state; not given: what the host has")
 
 
 def _auto(kind: type, *words: str):  # noqa: ANN202 - argparse wants a callable with a name
@@ -167,18 +149,26 @@ def offload_config(arguments: argparse.Namespace) -> OffloadConfig:
 
 def _plan(arguments: argparse.Namespace) -> int:
     profile, note = planning_profile(arguments.profile)
-    print(note)
-    request = cli_plan.request_from(arguments, offload_config(arguments), profile)
+    request = cli_request.request_from(arguments, offload_config(arguments), profile)
     lines, fits = cli_plan.answer(request)
-    print("\n".join(lines))
+    _print([note, *lines])
     return 0 if fits else 2
+
+
+def _print(lines: Sequence[str]) -> None:
+    """Print an answer; a reader who has seen enough, such as `head`, is no fault."""
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # Or the interpreter complains at its end, when it flushes again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
     import torch  # heavy, and this command alone needs it
 
     from deep_offload.model.hardware import profile_to_json
-    from deep_offload.runtime.limits import cpu_update_threads, read_host_limits
+    from deep_offload.runtime.limits import read_host_limits
     from deep_offload.runtime.measure import fingerprint, profile_for_run
 
     use_gpu = torch.cuda.is_available() and not arguments.use_cpu

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from deep_offload.cli_plan import layout_of, request_from, table
+from deep_offload.cli_plan import costs, layout_of, nothing_fits, table
+from deep_offload.cli_request import request_from
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import op_seconds
-from deep_offload.model.dry_run import Forecast, StageForecast, dry_run_report, forecast
+from deep_offload.model.dry_run import Forecast, StageForecast, dry_run_report, forecast, milliseconds
 from deep_offload.model.hardware import HardwareProfile
-from deep_offload.model.planning import token_budget
+from deep_offload.model.memory import PROCESS_HOST_BYTES, format_bytes
 from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.draw import draw_lanes
 from deep_offload.plan.planner import build_plan
@@ -77,27 +78,25 @@ def answer(arguments: argparse.Namespace, config: OffloadConfig, profile: Hardwa
     """Lines to print, and whether the run fits."""
     if arguments.width < 10:
         raise ValueError(f"--width is {arguments.width}, it must be at least 10")
-    profile = changed_profile(arguments, profile)
+    if arguments.largest:
+        raise ValueError("--largest is a question for `plan`: ask it first, then simulate a model of those layers")
+    profile, is_changed = changed_profile(arguments, profile), any(scale != 1 for _, scale in _scales(arguments))
     request = request_from(arguments, config, profile)
     run = layout_of(request)
     if run is None:
-        return ["does not fit on up to 1024 GPUs: use GPUs or hosts with more memory, or a smaller model"], False
+        return [*request.notes, nothing_fits()], False
     report = dry_run_report(run, config, profile)
-    lines = list(report.lines)
+    lines = [*request.notes, *report.lines]
     if not report.fits:
-        return [*lines, "", *assumptions(profile, None)], False
+        return [*lines, "", *assumptions(profile, None, is_changed=is_changed)], False
     result = forecast(run, config, profile)
     played = _play(result, result.slowest)
     lines += ["", "one update and the iteration around it, on the slowest rank:"]
     lines += draw_lanes(played.timeline, arguments.width).splitlines()
-    lines += ["", *_share_table(result, config)]
-    if arguments.tokens is not None:
-        budget = token_budget(result, arguments.tokens)
-        lines.append(
-            f"{arguments.tokens:.3g} tokens: {budget.iterations} iterations, {budget.days:.1f} days, "
-            f"{budget.gpu_hours:.0f} GPU-hours"
-        )
-    return [*lines, "", *assumptions(profile, result)], True
+    if request.show_alternatives:
+        lines += ["", *_share_table(result, config)]
+    lines += costs(result, request.tokens)
+    return [*lines, "", *assumptions(profile, result, is_changed=is_changed)], True
 
 
 def _play(result: Forecast, stage: StageForecast) -> Simulation:
@@ -128,15 +127,16 @@ def _share_table(result: Forecast, config: OffloadConfig) -> list[str]:
             rows.append((f"{share:g}", "-", "-", "-", "does not fit"))
             continue
         choice = slowest.choice
-        update = f"{1e3 * choice.predicted_update_seconds:.0f} ms"
-        iteration = f"{1e3 * slowest.iteration_seconds:.0f} ms"
+        update = f"{milliseconds(choice.predicted_update_seconds)} ms"
+        iteration = f"{milliseconds(slowest.iteration_seconds)} ms"
         rows.append((f"{share:g}", str(choice.num_slots), update, iteration, choice.binding_lane))
     return table(rows)
 
 
-def assumptions(profile: HardwareProfile, result: Forecast | None) -> list[str]:
-    """What the answer rests on, so that a reader can disagree with it."""
+def assumptions(profile: HardwareProfile, result: Forecast | None, *, is_changed: bool) -> list[str]:
+    """What the answer rests on, so that a reader can disagree with it. is_changed: the machine exists on paper only."""
     kind = "estimates, not measurements" if profile.is_estimate else "measured"
+    kind = "those of no real machine" if is_changed else kind
     dram = profile.rank_dram_bytes_per_s(max(1, profile.num_gpus)) / 1e9
     lines = [
         "assumptions:",
@@ -147,6 +147,7 @@ def assumptions(profile: HardwareProfile, result: Forecast | None) -> list[str]:
         f"  CPU update {profile.cpu_adam_param_params_per_s / 1e9:.2f} G parameters/s a rank alone, "
         f"{profile.cpu_adam_param_busy_params_per_s / 1e9:.2f} beside copies; GPU update "
         f"{profile.gpu_adam_params_per_s / 1e9:.0f}",
+        f"  a rank's process takes {format_bytes(PROCESS_HOST_BYTES)} of host memory beside its state",
         f"  training reaches {profile.gpu_flops_per_s / 1e12:.0f} TFLOP/s a GPU whatever the layer sizes; "
         "tensor-parallel communication inside layers costs nothing",
         "  all hosts and ranks are alike; data loading, evaluations, checkpoints and failures cost nothing",

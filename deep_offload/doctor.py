@@ -18,8 +18,9 @@ from deep_offload.doctor_verdicts import Facts, Finding, Gpu, judge
 from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.model.hardware import HardwareProfile, profile_to_json
 from deep_offload.model.machines import cache_file
+from deep_offload.model.this_machine import cpu_update_threads
 from deep_offload.runtime import probe
-from deep_offload.runtime.limits import cpu_update_threads, read_host_limits
+from deep_offload.runtime.limits import read_host_limits
 from deep_offload.runtime.measure import profile_for_run
 
 PACKAGES = ("torch", "triton", "megatron-core", "deep-offload", "numpy")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from deep_offload.model.gpt import GPTShape, ParallelShape, Param, chunk_params
 from deep_offload.plan.layout import ShardSpec
@@ -89,6 +90,7 @@ class RankBuffers:
         )
 
 
+@lru_cache(maxsize=16)  # bytes, seconds and subgroups of a run ask for the same ones; deep models have many
 def rank_buffers(
     shape: GPTShape,
     parallel: ParallelShape,

@@ -41,19 +41,21 @@ class GPTShape:
             "kv_channels",
             "padded_vocab_size",
         ):
-            _require_positive(name, getattr(self, name))
+            _require_positive("--" + name.replace("_", "-"), getattr(self, name))
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_query_groups} query groups evenly: "
-                "change one of them"
+                f"--num-attention-heads {self.num_attention_heads} is not a multiple of --num-query-groups "
+                f"{self.num_query_groups}: change one of them"
             )
         if self.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ValueError(f"normalization {self.normalization!r} is unknown, allowed are LayerNorm and RMSNorm")
+            raise ValueError(f"--normalization {self.normalization!r} is unknown, allowed are LayerNorm and RMSNorm")
 
     @property
     def num_params(self) -> int:
         """Parameters of the whole model, a tied embedding once."""
-        return sum(p.numel for p in chunk_params(self, ParallelShape()))
+        one_layer = replace(self, num_layers=1)
+        layer = sum(p.numel for p in _layer_params(self, ParallelShape(), 0))
+        return sum(p.numel for p in chunk_params(one_layer, ParallelShape())) + (self.num_layers - 1) * layer
 
     @property
     def matmul_params(self) -> int:
@@ -69,7 +71,7 @@ class GPTShape:
 
 def _require_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name.replace('_', ' ')} is {value!r}, it must be a whole number of at least 1")
+        raise ValueError(f"{name} is {value!r}, it must be a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,8 +93,10 @@ class ParallelShape:
     counts_loss: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "virtual", "data"):
-            _require_positive(f"{name}_parallel_size", getattr(self, name))
+        for name in ("tensor", "pipeline"):
+            _require_positive(f"--{name}-model-parallel-size", getattr(self, name))
+        for name in ("virtual", "data"):
+            _require_positive(f"{name}-parallel size", getattr(self, name))
 
     @property
     def world_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from deep_offload.model.hardware import HardwareProfile, profile_from_json
@@ -263,19 +264,40 @@ def cache_file(fingerprint: str) -> Path:
     return cache_directory() / f"profile-{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}.json"
 
 
-def planning_profile(name_or_path: str | None) -> tuple[HardwareProfile, str]:
-    """A profile to plan with, and one line on where it comes from. Measures nothing.
+def cached_profiles() -> list[tuple[Path, HardwareProfile]]:
+    """All readable profiles of the cache with their files, the newest first."""
+    found = []
+    for path in sorted(cache_directory().glob("profile-*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+        try:
+            found.append((path, profile_from_json(path.read_text(), str(path))))
+        except (OSError, ValueError):  # of an older version, or gone: training measures again
+            continue
+    return found
 
-    The given one, else the newest of the cache, else the built-in h200. Raises ValueError for a wrong name or file.
+
+def planning_profile(name_or_path: str | None) -> tuple[HardwareProfile, str]:
+    """A profile to plan with, and one line on where it comes from and which machine's it is. Measures nothing.
+
+    The given one, else the newest of the cache that has a GPU, else the built-in h200. Raises ValueError for a wrong
+    name or file.
     """
     if name_or_path is not None:
         return load_profile(name_or_path), f"hardware profile {name_or_path} as given"
-    cached = sorted(cache_directory().glob("profile-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in cached:
-        try:
-            return profile_from_json(path.read_text(), str(path)), f"hardware profile measured before: {path}"
-        except ValueError:  # of an older version: training measures again
-            continue
+    cached = cached_profiles()
+    for path, profile in cached:
+        if profile.num_gpus:
+            machine = profile.fingerprint or "unknown machine"
+            return profile, f"hardware profile measured before on {profile.name} ({machine}): {path}"
+    why = "only machines without a GPU were measured" if cached else "no machine was measured yet"
     return BUILT_IN_PROFILES["h200"], (
-        "no machine was measured yet, so the built-in profile h200 is used: run `python -m deep_offload calibrate`"
+        f"{why}, so the built-in profile h200 is used: run `python -m deep_offload calibrate` on the machine that "
+        "will train, or give --profile"
     )
+
+
+_WITHOUT_BF16 = re.compile(r"\b(v100|p100|tesla t4|titan v)(?![0-9])", re.IGNORECASE)
+
+
+def has_bf16(profile: HardwareProfile) -> bool:
+    """Whether the profile's GPU computes in bf16; older ones are known by name."""
+    return _WITHOUT_BF16.search(f"{profile.name} {profile.fingerprint}") is None

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.dry_run import Forecast, forecast
+from deep_offload.model.dry_run import Forecast, check_weights_fit, forecast, ranks_per_host
 from deep_offload.model.gpt import GPTShape, ParallelShape
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.residency import GPU_MEMORY_SHARE
@@ -27,6 +27,10 @@ STRATEGIES: tuple[tuple[str, dict[str, object]], ...] = (
     ("no offload", {"interleaved_offload": False, "offload_resident_fraction": 1.0}),
 )
 """Known ways to place state, as settings of one engine."""
+
+
+_WORTH_A_WORD = 1.02
+"""How much faster another cut must be: less is within what predictions are wrong by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ def other_cuts(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -
     """
     p, found = run.parallel, []
     cuts = [replace(p, data=2 * p.data)]
-    if p.data % 2 == 0 and 2 * p.tensor <= profile.num_gpus:
+    if p.data % 2 == 0 and ranks_per_host(p.world_size, profile) % (2 * p.tensor) == 0:
         cuts.append(replace(p, tensor=2 * p.tensor, data=p.data // 2))
     if p.tensor % 2 == 0:
         cuts.append(replace(p, tensor=p.tensor // 2, data=2 * p.data))
@@ -85,12 +89,24 @@ def other_cuts(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -
     return tuple(found)
 
 
+def faster_cut(result: Forecast, cuts: Sequence[Alternative]) -> Alternative | None:
+    """The cut of the same GPUs that fits and trains the most tokens per second, where it beats the run's own layout."""
+    gpus = result.run.parallel.world_size
+    found = [
+        cut for cut in cuts if cut.result is not None and not cut.problem and cut.result.run.parallel.world_size == gpus
+    ]
+    best = max(found, key=lambda cut: cut.result.tokens_per_s_per_gpu, default=None)
+    if best is None or best.result.tokens_per_s_per_gpu <= _WORTH_A_WORD * result.tokens_per_s_per_gpu:
+        return None
+    return best
+
+
 def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile) -> Iterator[RunShape]:
     """The run on `num_gpus`, cut in every allowed way: least recomputation and model parallelism first.
 
     Tensor parallelism stays inside a host; the global batch keeps its micro-batches per data-parallel rank.
     """
-    per_host = max(1, min(num_gpus, profile.num_gpus))
+    per_host = ranks_per_host(num_gpus, profile)
     shape = run.model
     recomputes = [run.recompute]
     if run.recompute.granularity != "full":
@@ -100,7 +116,7 @@ def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile) -> Iterator[
         key=lambda cut: (cut[0] * cut[1], cut[1]),
     )
     for tensor, pipeline in cuts:
-        if tensor > per_host or num_gpus % (tensor * pipeline):
+        if per_host % tensor or num_gpus % (tensor * pipeline):
             continue
         parallel = replace(run.parallel, tensor=tensor, pipeline=pipeline, data=num_gpus // (tensor * pipeline))
         try:
@@ -120,6 +136,10 @@ def first_fitting(run: RunShape, num_gpus: int, config: OffloadConfig, profile: 
 def fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
     """Whether the run fits with its settings; where the share is free, with everything streamed (least host bytes)."""
     usable = GPU_MEMORY_SHARE * profile.gpu_memory_bytes
+    try:
+        check_weights_fit(run, profile)  # first of all: it costs nothing, whatever the number of layers
+    except ValueError:
+        return False
     if profile.gpu_memory_bytes and any(model_bytes(run, r).total > usable for r in range(run.parallel.pipeline)):
         return False  # cheap: no placement can help
     if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
@@ -131,13 +151,12 @@ def fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool
 
 
 def fewest_gpus(run: RunShape, config: OffloadConfig, profile: HardwareProfile, most: int = 1024) -> RunShape | None:
-    """The run on the smallest power of two of GPUs on which it fits, or None up to `most`."""
-    count = 1
-    while count <= most:
-        found = first_fitting(run, count, config, profile)
+    """The run on the fewest GPUs on which it fits, of 1, 2, 3, 4, 6, 8, 12 and so on, or None up to `most`."""
+    powers = [1 << exponent for exponent in range(most.bit_length())]
+    for count in sorted({*powers, *(3 * power for power in powers)}):
+        found = first_fitting(run, count, config, profile) if count <= most else None
         if found is not None:
             return found
-        count *= 2
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from deep_offload.model.buckets import RankBuffers, rank_buffers
@@ -92,6 +93,7 @@ class ModelBytes:
         return self.weights + self.gradients + self.activations + self.head + self.working
 
 
+@lru_cache(maxsize=64)  # every strategy on the same run asks for all stages again
 def model_bytes(run: RunShape, pipeline_rank: int = 0) -> ModelBytes:
     """Estimate a rank's GPU bytes. Weights and gradients are exact; the rest follows what the local layers save."""
     numel = run.buffers(pipeline_rank).numel
@@ -114,6 +116,15 @@ def model_bytes(run: RunShape, pipeline_rank: int = 0) -> ModelBytes:
         head=_head_bytes(run) if is_last else 0,
         working=largest * run.param_bytes + _tokens(run) * 2 * run.model.ffn_hidden_size * run.param_bytes,
     )
+
+
+def least_model_bytes(run: RunShape) -> tuple[int, int]:
+    """At least the bytes of weights and of gradients on the fullest stage, in closed form whatever the model's size.
+
+    The mean over tensor- and pipeline-parallel ranks of the matrices alone.
+    """
+    numel = run.model.matmul_params // (run.parallel.tensor * run.parallel.pipeline)
+    return numel * run.param_bytes, numel * run.grad_bytes
 
 
 def _tokens(run: RunShape) -> int:

@@ -15,12 +15,13 @@ from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import load_profile
 from deep_offload.model.residency import choose_with_residents, is_automatic, state_budget_bytes
 from deep_offload.model.run import RunShape, compute_seconds
+from deep_offload.model.this_machine import cpu_update_threads
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.engine import EngineSettings, OffloadEngine
 from deep_offload.optimizer.residency import memory_reader, placement_line, start_with_room
 from deep_offload.optimizer.shards import Shard
 from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
-from deep_offload.runtime.limits import HostLimits, cpu_update_threads, ranks_on_this_node, read_host_limits
+from deep_offload.runtime.limits import HostLimits, ranks_on_this_node, read_host_limits
 from deep_offload.runtime.measure import profile_for_run
 
 GIB = 1 << 30

@@ -114,10 +114,3 @@ def fair_cores(mine: Collection[int], everyone: Sequence[Collection[int]]) -> fl
     mine: numbers of the cores that this rank may use; everyone: the same of all ranks of the node, this one included.
     """
     return sum(1.0 / sum(core in others for others in everyone) for core in mine)
-
-
-def cpu_update_threads(cores: int, ranks: int, has_gpu: bool) -> int:
-    """Threads of one rank's CPU update: its share of the cores, one of them left to the thread that launches
-    kernels."""
-    share = max(1, cores // ranks)
-    return max(1, share - 1) if has_gpu else share

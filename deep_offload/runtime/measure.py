@@ -25,6 +25,7 @@ from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
 from deep_offload.model.hardware import HardwareProfile, profile_from_json, profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file
+from deep_offload.model.this_machine import NO_GPU, cpu_name, fingerprint_of
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.runtime.arena import ArraySpec, HostArena
 from deep_offload.runtime.limits import HostLimits, read_host_limits
@@ -42,19 +43,8 @@ def fingerprint(device: torch.device, num_threads: int, num_ranks: int = 1) -> s
         properties = torch.cuda.get_device_properties(device)
         accelerator = f"{properties.name} {round(properties.total_memory / 2**30)} GiB x {torch.cuda.device_count()}"
     else:
-        accelerator = "no GPU"
-    cores = read_host_limits().cores
-    return f"{_cpu_name()} / {cores} cores / {num_ranks} x {num_threads} threads / {accelerator}"
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.machine()
+        accelerator = NO_GPU
+    return fingerprint_of(cpu_name(), read_host_limits().cores, num_ranks, num_threads, accelerator)
 
 
 def profile_for_run(

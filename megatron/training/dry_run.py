@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+
 from deep_offload.model.dry_run import DryRun, dry_run_report
 from deep_offload.model.gpt import GPTShape, ParallelShape
-from deep_offload.model.machines import planning_profile
 from deep_offload.model.residency import working_bytes
 from deep_offload.model.run import RecomputeShape, RunShape, model_bytes
+from deep_offload.model.this_machine import find_this_machine, training_profile
 from megatron.training.config import TrainingConfig
+from megatron.training.launch import find_ranks
 from megatron.training.tokenizer import build_tokenizer
 
 
 def dry_run(config: TrainingConfig) -> DryRun:
-    """Report bytes, placement and predicted times of every pipeline stage. Raises ValueError for unusable settings."""
-    profile, line = planning_profile(config.offload.offload_profile)
+    """Report bytes, placement and predicted times of every pipeline stage, by the rates that training would go by.
+
+    Raises ValueError for unusable settings.
+    """
+    machine, threads = find_this_machine(use_cpu=config.lifecycle.use_cpu), config.offload.offload_cpu_threads
+    ranks = find_ranks(os.environ).local_world_size
+    given = config.offload.offload_profile
+    profile, line = training_profile(given, machine, ranks, None if threads == "auto" else threads)
     report = dry_run_report(run_shape(_with_vocab(config)), config.offload, profile)
     return DryRun([line, *report.lines], report.fits)
 

@@ -14,8 +14,8 @@ from deep_offload import doctor
 from deep_offload.cli import main
 from deep_offload.kernels import cpu as cpu_kernels
 from deep_offload.model.hardware import HardwareProfile, profile_from_json
+from deep_offload.model.this_machine import cpu_update_threads
 from deep_offload.runtime import probe
-from deep_offload.runtime.limits import cpu_update_threads
 from deep_offload.runtime.measure import profile_for_run
 
 

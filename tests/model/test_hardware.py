@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
 
 from deep_offload.model.hardware import HardwareProfile, profile_from_json, profile_to_json
-from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file, load_profile, planning_profile
+from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file, has_bf16, load_profile, planning_profile
 from tests.plan.strategies import profiles
 
 H200 = BUILT_IN_PROFILES["h200"]
@@ -40,7 +41,7 @@ WRONG = [
     (text_with(is_estimate=0), "is_estimate .* is 0, expected bool"),
     (text_with(date=None), "date .* is None, expected str"),
     (text_with(h2d_byte_per_s=1.0), "has an unknown field h2d_byte_per_s, did you mean h2d_bytes_per_s"),
-    (text_with(format=7), "has format 7, this version reads 1"),
+    (text_with(format=7), "has format 7, this version reads 2"),
     (text_with(format=...), "has format None"),
     ("[1]", "holds a JSON list instead of an object"),
     ("{", "is no JSON"),
@@ -94,15 +95,34 @@ def test_load_by_name_file_and_nonsense(tmp_path):
 
 
 def test_planning_takes_the_newest_measured_profile(tmp_path, monkeypatch):
-    """Given, else the newest readable file of the cache, else the built-in one with advice to measure."""
+    """Given, else the newest readable file of the cache with a GPU, else the built-in one with advice to measure."""
     monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path))
     profile, note = planning_profile(None)
     assert profile is H200 and "calibrate" in note
-    cache_file("here").write_text(profile_to_json(replace(H200, name="here", fingerprint="here")))
     (tmp_path / "profile-broken.json").write_text("{")
+    cpu = replace(H200, name="cpu", num_gpus=0, gpu_memory_bytes=0)
+    cache_file("cpu").write_text(profile_to_json(cpu))
     profile, note = planning_profile(None)
-    assert profile.name == "here" and str(tmp_path) in note
+    assert profile is H200 and "only machines without a GPU were measured" in note
+    cache_file("here").write_text(profile_to_json(replace(H200, name="here", fingerprint="an Intel / 16 cores")))
+    os.utime(cache_file("here"), (1, 1))
+    profile, note = planning_profile(None)
+    assert profile.name == "here" and "measured before on here (an Intel / 16 cores)" in note and str(tmp_path) in note
     assert planning_profile("gh200")[0] is BUILT_IN_PROFILES["gh200"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fingerprint", "has"),
+    [
+        ("v100x8", "", False),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / Tesla V100-SXM2-32GB 32 GiB x 8", False),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / NVIDIA A100 80 GiB x 8", True),
+        ("h200", "", True),
+    ],
+)
+def test_gpus_without_bf16(name, fingerprint, has):
+    """A V100 is known by the profile's name or the measured GPU's."""
+    assert has_bf16(replace(H200, name=name, fingerprint=fingerprint)) is has
 
 
 def test_cache_place(tmp_path, monkeypatch):

@@ -8,21 +8,31 @@ from dataclasses import replace
 import pytest
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.dry_run import dry_run_report, forecast
+from deep_offload.model.dry_run import dry_run_report, forecast, ranks_per_host
 from deep_offload.model.gpt import NAMED_SHAPES, GPTShape, ParallelShape, chunk_params, named_shape, padded_to
 from deep_offload.model.machines import BUILT_IN_PROFILES
+from deep_offload.model.memory import PROCESS_HOST_BYTES, format_bytes
 from deep_offload.model.planning import (
     alternatives,
+    faster_cut,
     fewest_gpus,
     first_fitting,
     fits,
     largest_model,
+    layouts,
     other_cuts,
     save_seconds,
     single_gpu_run,
     token_budget,
 )
-from deep_offload.model.run import RecomputeShape, RunShape, compute_seconds, layer_bytes, model_bytes
+from deep_offload.model.run import (
+    RecomputeShape,
+    RunShape,
+    compute_seconds,
+    layer_bytes,
+    least_model_bytes,
+    model_bytes,
+)
 
 H200, H100X4, H100X8 = (BUILT_IN_PROFILES[name] for name in ("h200", "h100x4", "h100x8"))
 AUTO = OffloadConfig(interleaved_offload=True)
@@ -68,10 +78,10 @@ def test_parallel_ranks_hold_the_model_once():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(num_layers=0), "num layers is 0"),
-        (dict(hidden_size=-4), "hidden size is -4"),
-        (dict(num_query_groups=5), "cannot share 5 query groups"),
-        (dict(normalization="none"), "normalization 'none' is unknown"),
+        (dict(num_layers=0), "--num-layers is 0"),
+        (dict(hidden_size=-4), "--hidden-size is -4"),
+        (dict(num_query_groups=5), "--num-attention-heads 32 is not a multiple of --num-query-groups 5"),
+        (dict(normalization="none"), "--normalization 'none' is unknown"),
     ],
 )
 def test_models_that_cannot_exist(change, message):
@@ -185,12 +195,98 @@ def test_dry_run_reports():
     ):
         assert part in text
     lines, ok = dry_run_report(run_of(NAMED_SHAPES["20b"]), OFFLOAD, H200)
-    assert not ok and "of host memory, but this rank has 125.00 GiB" in lines[-1]
+    assert not ok and "of host memory, but this rank has 122.20 GiB" in lines[-1]
+    assert "host bytes for a rank: 125.00 GiB, 2.80 GiB of them for its process" in lines
     lines, ok = dry_run_report(run_of(NAMED_SHAPES["20b"], ParallelShape(data=4), grad_bytes=4), OFFLOAD, H100X4)
     assert not ok and "of GPU memory, but 76.00 GiB of a h100x4 GPU are usable" in lines[-1]
     stages = dry_run_report(run_of(NAMED_SHAPES["7b"], ParallelShape(pipeline=2)), OFFLOAD, H100X4).lines
     assert any(line.startswith("stage 1: host bytes") for line in stages)
     assert "ESTIMATE" in "\n".join(dry_run_report(run_of(), OFFLOAD, BUILT_IN_PROFILES["gh200"]).lines)
+
+
+def test_the_process_counts_on_the_host():
+    """Host memory that state alone fills is too little; state is reported apart from the process."""
+    run = run_of(NAMED_SHAPES["7b"])
+    stage = forecast(run, OFFLOAD, H200).stages[0]
+    assert stage.total_host_bytes == stage.host_bytes + PROCESS_HOST_BYTES
+    least = forecast(run, replace(OFFLOAD, offload_gpu_share=1.0), replace(H200, host_memory_bytes=0)).stages[0]
+    state = least.choice.host_bytes.total - least.choice.host_bytes.reserve
+    assert not fits(run, OFFLOAD, replace(H200, host_memory_bytes=state + PROCESS_HOST_BYTES - 1))
+    assert fits(run, OFFLOAD, replace(H200, host_memory_bytes=state + PROCESS_HOST_BYTES))
+    (line,) = [line for line in dry_run_report(run, OFFLOAD, H200).lines if line.startswith("host bytes of a rank")]
+    assert f"a rank: {format_bytes(stage.host_bytes)} of state" in line
+    assert line.endswith(f"with 2.80 GiB of its process {format_bytes(stage.total_host_bytes)} of 125.00 GiB")
+    tiny = replace(H200, host_memory_bytes=1 << 30)
+    assert "2.80 GiB of it for its process" in "\n".join(dry_run_report(run_of(), AUTO, tiny).lines)
+    assert not fits(run_of(), AUTO, tiny)
+
+
+@pytest.mark.parametrize(
+    ("unknown", "line"),
+    [
+        (dict(host_memory_bytes=0), "GPU memory fits; not checked: host memory, which"),
+        (dict(gpu_memory_bytes=0), "host memory fits; not checked: GPU memory, which"),
+        (dict(gpu_memory_bytes=0, host_memory_bytes=0), "not checked: GPU memory and host memory, which"),
+    ],
+)
+def test_unknown_limits_are_no_fit(unknown, line):
+    """Where the profile does not know a limit the report says so, and never that the run fits."""
+    lines, ok = dry_run_report(run_of(), OFFLOAD, replace(H200, **unknown))
+    assert ok and lines[-1].startswith(line) and lines[-1].endswith("hardware profile h200 does not know")
+    assert sum("(limit unknown)" in text for text in lines) == len(unknown)
+
+
+def test_models_far_too_large_cost_nothing():
+    """Weights alone settle it, however many layers: no report, search or count of parameters lays them out."""
+    start = time.process_time()
+    shape = replace(PEER, num_layers=1_000_000, hidden_size=65536, ffn_hidden_size=4 * 65536, tie_embeddings=True)
+    for profile in (H100X8, replace(H100X8, gpu_memory_bytes=0)):
+        lines, ok = dry_run_report(run_of(shape), OFFLOAD, profile)
+        assert not ok and "weights and gradients of a rank alone need" in lines[-1]
+    assert fewest_gpus(run_of(shape), OFFLOAD, H100X8) is None
+    assert time.process_time() - start < 2
+
+
+def test_the_closed_form_is_a_bound():
+    """It never exceeds what the buffers take, and lies close below."""
+    for parallel in (ParallelShape(), ParallelShape(tensor=4), ParallelShape(pipeline=4)):
+        run = run_of(parallel=parallel)
+        least = sum(least_model_bytes(run))
+        stages = [model_bytes(run, rank) for rank in range(parallel.pipeline)]
+        assert 0.8 < least / max(stage.weights + stage.gradients for stage in stages) <= 1
+
+
+def test_what_takes_the_iteration_is_named():
+    """Compute, the update, communication, or the pipeline's bubble, of which a large one is warned."""
+
+    def text(run, config=AUTO, profile=H100X4) -> str:
+        return "\n".join(dry_run_report(run, config, profile).lines)
+
+    assert "bound by compute;" in text(run_of(), profile=H200)
+    assert "bound by the update (" in text(run_of(), OFFLOAD)
+    pipe = run_of(parallel=ParallelShape(pipeline=4))
+    assert "bound by the pipeline's bubble;" in text(pipe) and "warning: the pipeline's bubble adds 300 %" in text(pipe)
+    assert "warning" not in text(run_of(parallel=ParallelShape(pipeline=4), global_batch_size=12))
+    slow = replace(H100X4, collective_bytes_per_s=1e8)
+    assert "bound by communication;" in text(run_of(parallel=ParallelShape(data=4)), profile=slow)
+
+
+def test_ranks_of_a_host():
+    """As many as it has GPUs; fewer where the hosts could not all have as many, and tensor parallelism stays inside."""
+    assert [ranks_per_host(size, H100X8) for size in (1, 6, 8, 12, 16)] == [1, 6, 8, 6, 8]
+    cuts = [run.parallel for run in layouts(run_of(), 12, H100X8)]
+    assert {cut.tensor for cut in cuts} == {1, 2} and all(cut.world_size == 12 for cut in cuts)
+
+
+def test_a_faster_cut_is_found():
+    """Of cuts on as many GPUs the one with the most tokens per second, if it fits and is worth a word."""
+    run = run_of(NAMED_SHAPES["20b"], ParallelShape(data=4), recompute=RecomputeShape(), overlap_grad_reduce=True)
+    here, cuts = forecast(run, AUTO, H100X4), other_cuts(run, AUTO, H100X4)
+    faster = faster_cut(here, cuts)
+    assert faster is not None and faster.result.run.parallel == ParallelShape(tensor=2, data=2)
+    assert faster.result.tokens_per_s_per_gpu > 1.5 * here.tokens_per_s_per_gpu
+    assert faster_cut(faster.result, cuts) is None
+    assert faster_cut(here, [replace(faster, problem="too large")]) is None
 
 
 def test_budgets_are_honored():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from deep_offload.plan.planner import build_plan
 from tests.plan.strategies import PlacedCase, placed_cases, profiles, state_formats
 
 NUMEL = 1 << 26
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "simulator.md"
 
 
 def even_layout(num: int, grad_bytes: int = 2) -> ShardLayout:
@@ -207,18 +209,57 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("case", MEASURED, ids=str)
-def test_near_the_measured_share_sweeps(case):
-    """Four measured sweeps over the share are met within 10 % in the median and 21 % everywhere."""
+TOLERANCE = 0.10
+"""Of every point of the sweeps but these."""
+
+MISSES = {("h200x2", 2, False, 1.0): 0.162, ("h200x2", 2, True, 1.0): 0.205}
+"""Predicted over measured rate, less 1. docs/simulator.md lists them with their likely cause."""
+
+_AS_KNOWN = 0.01
+"""How far a known miss may move before this test and the docs must say so: either way."""
+
+
+def share_errors(case):
+    """Predicted over measured rate, less 1, of one sweep by GPU share."""
     name, ranks, split = case
     profile, layout, state = BUILT_IN_PROFILES[name], even_layout(16), StateFormat(split, "param")
-    errors = []
+    errors = {}
     for share, measured in zip(SHARES, MEASURED[case], strict=True):
         plan = build_plan(layout, place_by_share(16, share), 4, op_seconds(layout, state, profile))
-        rate = layout.numel / makespan(plan, layout, state, profile, ranks) / 1e9
-        errors.append(abs(rate / measured - 1))
-    assert sorted(errors)[len(errors) // 2] <= 0.10
-    assert max(errors) <= 0.21
+        errors[share] = layout.numel / makespan(plan, layout, state, profile, ranks) / 1e9 / measured - 1
+    return errors
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_near_the_measured_share_sweeps(case):
+    """Each point of four measured sweeps over the share is met within 10 %, but for two, which stay what they are."""
+    errors = share_errors(case)
+    beyond = {share: error for share, error in errors.items() if abs(error) > TOLERANCE}
+    known = {share: error for (*where, share), error in MISSES.items() if tuple(where) == case}
+    assert beyond == pytest.approx(known, abs=_AS_KNOWN)
+
+
+def test_misses_are_in_the_docs():
+    """docs/simulator.md has a line for each, with its size."""
+    lines = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| sweep, two ranks")]
+    for (_, _, split, share), error in MISSES.items():
+        kind = "split" if split else "full"
+        assert any(f"share {share:g}, {kind} master" in line and f"({100 * error:+.0f} %)" in line for line in lines)
+    assert len(lines) == len(MISSES)
+
+
+def test_a_miss_at_share_1_is_that_of_the_link():
+    """Two ranks that only stream: with the rate that the sweep itself moved each way both points are met."""
+    profile = BUILT_IN_PROFILES["h200x2"]
+    for split, bytes_per_param in ((False, 12), (True, 10)):
+        measured = MEASURED["h200x2", 2, split][-1]
+        link = bytes_per_param * measured * 1e9
+        assert 36e9 < link < 39e9 < 46e9 < profile.h2d_both_bytes_per_s
+        slower = replace(profile, h2d_both_bytes_per_s=link, d2h_both_bytes_per_s=link)
+        layout, state = even_layout(16), StateFormat(split, "param")
+        plan = build_plan(layout, place_by_share(16, 1.0), 4, op_seconds(layout, state, slower))
+        rate = layout.numel / makespan(plan, layout, state, slower, 2) / 1e9
+        assert rate == pytest.approx(measured, rel=0.05)
 
 
 # The engine itself on that machine (benchmarks/update_phase.py, split master, wire param): milliseconds of an update

@@ -47,6 +47,15 @@ def test_faster_links_and_memory_are_faster(capsys):
     assert update_ms("--scale-link", "2", "--scale-dram", "2") < 0.6 * before
     _, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--scale-link", "2")
     assert "changed on paper: link x 2" in out and "link 110 GB/s up" in out
+    assert "rates of h200 are those of no real machine: measured by" in out and "estimates, not" not in out
+
+
+def test_the_table_may_be_left_out(capsys):
+    """--no-alternatives leaves the run, its lanes and the assumptions."""
+    words = ("--model", "1b", "--profile", "h200", "--width", "40")
+    assert "GPU share  slots" in run(capsys, *words)[1]
+    code, out, _ = run(capsys, *words, "--no-alternatives")
+    assert code == 0 and "GPU share  slots" not in out and "assumptions:" in out
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from deep_offload.runtime.limits import cpu_update_threads, ranks_on_this_node, read_host_limits
+from deep_offload.model.this_machine import cpu_update_threads
+from deep_offload.runtime.limits import ranks_on_this_node, read_host_limits
 
 GIB = 1 << 30
 

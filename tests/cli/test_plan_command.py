@@ -1,0 +1,164 @@
+"""What `plan` ends with is the run that it planned, and what it says beside it."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deep_offload.cli import _build_parser, main, offload_config
+from deep_offload.cli_command import PLACEHOLDERS
+from deep_offload.cli_plan import layout_of
+from deep_offload.cli_request import request_from
+from deep_offload.model.hardware import profile_to_json
+from deep_offload.model.machines import BUILT_IN_PROFILES, load_profile
+from megatron.training.arguments import build_config
+from megatron.training.dry_run import run_shape
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000"
+FILLED = {"MASTER_ADDR": "10.0.0.1", "DATA_PATH": "a/b", "TOKENIZER": "t", "TRAIN_ITERS": "10", "LR": "1e-4"}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path / "cache"))
+
+
+def plan(capsys, words: str) -> tuple[int, str]:
+    code = main(["plan", *words.split()])
+    return code, capsys.readouterr().out
+
+
+def pasted(out: str) -> list[str]:
+    """The words of the printed command with everything filled in that the line above it names."""
+    head, text = out.split("\n\nto train it, with ")[1].split(" filled in:\n")
+    assert set(FILLED) == set(PLACEHOLDERS)
+    for name in head.split(", "):
+        text = text.replace(f" {name}", f" {FILLED[name]}")
+    words = shlex.split(text.replace("\\\n", " "))  # as a shell joins lines
+    assert not [word for word in words if word.isupper()]
+    return words
+
+
+CASES = [
+    "--model 7b --profile h200",
+    "--model 1b --profile h200 --offload-resident-fraction 0 --tokens 1e9",
+    "--model 20b --gpus 4 --profile h100x4 --global-batch-size 8",
+    "--model 20b --gpus auto --profile h200 --offload-resident-fraction 0",
+    "--model 70b --gpus 12 --profile h100x8",
+    "--model 70b --gpus 8 --profile h100x8 --recompute selective --grad-buffer fp32 --tensor-model-parallel-size 8",
+    "--model 7b --gpus 8 --profile v100x8",
+    "--model 1b --profile h200 --fp16 --grad-buffer fp32",
+    f"{SIZES} --profile h200 --no-swiglu --normalization LayerNorm --add-bias-linear --tie-embeddings "
+    "--position-embedding-type learned_absolute --max-position-embeddings 4096",
+    f"{SIZES} --profile h200 --num-query-groups 2 --kv-channels 32 --position-embedding-type none",
+    f"{SIZES} --profile h200 --position-embedding-type learned_absolute --micro-batch-size 2 --swiglu",
+]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_the_command_is_the_planned_run(capsys, words):
+    """Parsed as pretrain_gpt.py does, it is the very run whose bytes and times are printed, offloaded or not."""
+    code, out = plan(capsys, f"{words} --no-alternatives")
+    assert code == 0
+    arguments = _build_parser().parse_args(["plan", *words.split()])
+    profile = load_profile(arguments.profile)
+    request = request_from(arguments, offload_config(arguments), profile)
+    run = layout_of(request)
+    got = pasted(out)
+    start = got.index("pretrain_gpt.py")
+    config = build_config(got[start + 1 :], world_size=run.parallel.world_size)
+    assert run_shape(config) == run
+    assert config.model.attention_dropout == config.model.hidden_dropout == 0
+    placed = next(line for line in out.splitlines() if " subgroups of at most" in line)
+    assert config.offload.interleaved_offload == (" 0 on the CPU, 0 streamed" not in placed)
+    if config.offload.interleaved_offload:
+        given = replace(request.config, offload_num_slots=config.offload.offload_num_slots)
+        assert config.offload == given
+    ranks = run.parallel.world_size
+    if ranks > 1:
+        nodes = int(got[got.index("--nnodes") + 1]) if "--nnodes" in got else 1
+        assert int(got[got.index("--nproc-per-node") + 1]) * nodes == ranks
+
+
+def test_the_length_follows_from_the_tokens(capsys):
+    """With --tokens the command holds the iterations that the budget allows."""
+    _, out = plan(capsys, "--model 1b --profile h200 --no-alternatives --tokens 1e9")
+    assert "--train-iters 488282 " in out and "TRAIN_ITERS" not in out
+
+
+def test_a_faster_cut_is_said(capsys):
+    """Columns of batch and tokens per second, and a line where another cut of the same GPUs is faster per token."""
+    code, out = plan(capsys, "--model 20b --gpus 4 --profile h100x4")
+    assert code == 0 and out.count("batch  tokens/s/GPU") == 2
+    (line,) = [line for line in out.splitlines() if line.startswith("faster per token")]
+    assert "4 GPUs: tensor 2 x pipeline 1 x data 2, 2792 instead of 1702 tokens/s/GPU" in line
+    assert "communication inside its layers (tensor parallel) is not counted" in line
+    assert "needs 109.09 GiB of GPU memory, but 76.00 GiB of a h100x4 GPU are usable" in out
+    _, out = plan(capsys, "--model 20b --gpus 4 --profile h100x4 --tensor-model-parallel-size 2")
+    assert "faster per token" not in out
+
+
+def test_a_machine_without_bf16(capsys):
+    """A V100 is planned in fp16, which the first lines and the command say."""
+    code, out = plan(capsys, "--model 7b --gpus 8 --profile v100x8 --no-alternatives")
+    assert code == 0 and "a v100x8 GPU does not compute in bf16: planned with --fp16" in out
+    assert "fp16 parameters, fp16 gradient buffer" in out and "full master" in out and "--bf16" not in out
+
+
+def test_the_model_is_described(capsys):
+    """What the plan takes the model to be stands in its first lines."""
+    _, out = plan(capsys, f"{SIZES} --profile h200 --no-swiglu --normalization LayerNorm --no-alternatives")
+    kind = "taken to be: no gated MLP of width 2048, LayerNorm, no biases, rope, untied embeddings of 1024 rows"
+    assert kind in "\n".join(out.splitlines()[:4])
+
+
+def test_unknown_limits(capsys, tmp_path):
+    """A profile without a GPU's memory neither fits nor needs no offload, and answers no question about sizes."""
+    path = tmp_path / "cpu.json"
+    path.write_text(profile_to_json(replace(BUILT_IN_PROFILES["h200"], name="cpu", num_gpus=0, gpu_memory_bytes=0)))
+    code, out = plan(capsys, f"--model 1b --profile {path}")
+    assert code == 0 and "not checked: GPU memory" in out and "no offload needed" not in out
+    assert "fits" not in out.splitlines()
+    for flag in ("--gpus auto", "--largest"):
+        assert main(f"plan --model 1b --profile {path} {flag}".split()) == 2
+        assert f"{flag} needs the memory of a GPU" in capsys.readouterr().err
+    _, out = plan(capsys, "--model 1b --gpus 4 --profile h100x4 --no-alternatives")
+    assert "checkpoint time unknown: hardware profile h100x4 has no disk speed" in out
+
+
+def test_hopeless_models_are_quick(capsys):
+    """10000 wide layers are refused by the closed form, with no search and no table."""
+    start = time.process_time()
+    words = "--num-layers 10000 --hidden-size 65536 --num-attention-heads 64 --vocab-size 32000 --gpus 8"
+    code, out = plan(capsys, f"{words} --profile h100x8")
+    assert code == 2 and "weights and gradients of a rank alone need" in out and "strategies" not in out
+    assert "does not fit on up to 1024 GPUs" in out
+    assert time.process_time() - start < 2
+
+
+def test_a_reader_may_stop_reading():
+    """`plan ... | head -1` ends without a traceback, with the plan's own exit code."""
+    program = f"{shlex.quote(sys.executable)} -m deep_offload plan --model 7b --profile h200"
+    done = subprocess.run(
+        ["bash", "-c", f"{program} | true; echo ${{PIPESTATUS[0]}}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "0" and done.stderr == ""
+
+
+def test_every_flag_is_explained(capsys):
+    """--help says what each flag of plan and simulate means."""
+    parser = _build_parser()
+    for name in ("plan", "simulate"):
+        command = parser._subparsers._group_actions[0].choices[name]
+        assert [action.dest for action in command._actions if not action.help] == []
