@@ -135,7 +135,7 @@ def _training_charts(run: RunData) -> dict[str, str]:
         return {}
     xs = [step["iteration"] for step in steps]
     losses = [Line(name, xs, [s["losses"].get(name) for s in steps]) for name in steps[-1]["losses"]]
-    evaluations = [e for e in run.of_kind("evaluation") if e["split"] == "validation"]
+    evaluations = run.evaluations("validation")
     if evaluations:
         at = [e["iteration"] for e in evaluations]
         losses.append(Line("validation", at, [e["losses"].get(_LOSS) for e in evaluations], True))
@@ -179,10 +179,10 @@ def _time_charts(run: RunData) -> dict[str, str]:
         updates = [step["update"] for step in with_update]
         measured = Line("measured", at, [1e3 * u.get("in_place_seconds", u["seconds"]) for u in updates])
         lines = [measured]
-        if run.placed["predicted"]:
-            predicted = 1e3 * run.placed["predicted"]["update_seconds"]
-            since = max(at[0], run.placed.get("iteration", 0))
-            lines.append(Line("predicted", [since, at[-1]], [predicted, predicted]))
+        held = run.placed_at
+        predicted = [(x, 1e3 * held[x]["predicted"]["update_seconds"]) for x in at if held[x].get("predicted")]
+        if predicted:
+            lines.append(Line("predicted", [x for x, _ in predicted], [y for _, y in predicted], is_predicted=True))
         charts["The update, until parameters are in place"] = line_chart("update", lines, "ms", from_zero=True)
     return charts
 
@@ -216,13 +216,19 @@ def _lanes(run: RunData) -> str:
 def _memory_charts(run: RunData) -> dict[str, str]:
     from deep_offload.report_charts import Line, line_chart
 
-    steps = run.steps
+    steps, held = run.steps, dict(sorted(run.placed_at.items()))
     names = {"host_peak": "host, peak of the process", "device": "device", "device_peak": "device, peak"}
     found = [name for name in names if steps and all(name in step["memory"] for step in steps)]
     if not found:
         return {}
     xs = [step["iteration"] for step in steps]
     lines = [Line(names[name], xs, [step["memory"][name] / 2**30 for step in steps]) for name in found]
+    planned = {"host": "host, planned state"} | ({"device_total": "device, planned peak"} if "device" in found else {})
+    for name, title in planned.items():
+        # Runs of before have no such bytes.
+        known = [(x, placed["planned_bytes"][name]) for x, placed in held.items() if "planned_bytes" in placed]
+        if known:
+            lines.append(Line(title, [x for x, _ in known], [num / 2**30 for _, num in known], is_predicted=True))
     return {"Memory of the rank that logs": line_chart("memory", lines, "GiB", from_zero=True)}
 
 
@@ -231,30 +237,66 @@ def _memory_charts(run: RunData) -> dict[str, str]:
 
 def _predictions(run: RunData) -> str:
     predicted, updates = run.placed["predicted"], _updates(run.placed_steps)
-    if not predicted:
-        return _nothing("nothing is offloaded, so nothing was predicted")
-    if not updates:
-        return _nothing("no update was measured")
+    rows = _update_rows(predicted, updates) if predicted and updates else []
+    rows += [*_iteration_rows(run), *_byte_rows(run)]
+    if predicted and not updates:
+        why = "no update was measured"
+    elif predicted:
+        attributed = median(u["attributed"] for u in updates)
+        why = (
+            f"Times are medians. Rates of {predicted['profile']} ({predicted['profile_source']}). "
+            f"Of the measured update {100 * attributed:.1f} % has at least one lane at work."
+        )
+    else:
+        why = "nothing is offloaded, so " + ("no time was predicted" if rows else "nothing was predicted")
+    if not rows:
+        return _nothing(why)
+    return _table(["", "predicted", "measured", "off by"], rows) + _nothing(why)
+
+
+def _update_rows(predicted: dict[str, Any], updates: list[dict[str, Any]]) -> list[list[str]]:
     # Runs of before had no time of their own for parameters in place.
     measured = median(u.get("in_place_seconds", u["seconds"]) for u in updates)
     whole = median(u["seconds"] for u in updates)
-    error = predicted["update_seconds"] / measured - 1 if measured else 0.0
-    rows = [
-        [
-            "update, until parameters are in place",
-            f"{1e3 * predicted['update_seconds']:.1f} ms",
-            f"{1e3 * measured:.1f} ms",
-            f"{100 * error:+.0f} %",
-        ],
+    return [
+        _time_row("update, until parameters are in place", predicted["update_seconds"], measured),
         ["update, until the last flush", "", f"{1e3 * whole:.1f} ms", ""],
         ["lane that binds", predicted["binding_lane"], updates[-1]["lane"], ""],
     ]
-    attributed = median(u["attributed"] for u in updates)
-    note = (
-        f"Rates of {predicted['profile']} ({predicted['profile_source']}). Of the measured update "
-        f"{100 * attributed:.1f} % has at least one lane at work."
-    )
-    return _table(["", "predicted", "measured (median)", "prediction is off by"], rows) + _nothing(note)
+
+
+def _iteration_rows(run: RunData) -> list[list[str]]:
+    """Without the first logged step; runs of before have no prediction."""
+    seconds = (run.placed["predicted"] or {}).get("iteration_seconds")
+    if seconds is None or not run.placed_steps:
+        return []
+    return [_time_row("iteration", seconds, median(_settled(run.placed_steps, "seconds")))]
+
+
+def _byte_rows(run: RunData) -> list[list[str]]:
+    """Runs of before have no planned bytes."""
+    planned, state, steps = run.placed.get("planned_bytes"), run.placed["state_bytes"], run.placed_steps
+    if planned is None or not steps:
+        return []
+    memory = steps[-1]["memory"]
+    rows = []
+    if "device_peak" in memory:
+        rows.append(_bytes_row("GPU memory, peak", planned["device_total"], memory["device_peak"]))
+    rows.append(_bytes_row("optimizer state on the device", planned["device"], state["device"]))
+    rows.append(_bytes_row("optimizer state on the host", planned["host"], state["host"]))
+    return [*rows, ["host memory of the process, peak", "", format_bytes(memory["host_peak"]), ""]]
+
+
+def _time_row(name: str, predicted: float, measured: float) -> list[str]:
+    return [name, f"{1e3 * predicted:.1f} ms", f"{1e3 * measured:.1f} ms", _error(predicted, measured)]
+
+
+def _bytes_row(name: str, predicted: int, measured: int) -> list[str]:
+    return [name, format_bytes(predicted), format_bytes(measured), _error(predicted, measured)]
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.0f} %" if measured else ""
 
 
 def _state_bytes(run: RunData) -> str:

@@ -60,12 +60,13 @@ _STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One curve. Points that are not finite are left out; markers show each point."""
+    """One curve. Points that are not finite are left out; markers show each point; predictions are dashed."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float | None]
     has_markers: bool = False
+    is_predicted: bool = False
 
 
 def line_chart(name: str, lines: Sequence[Line], y_label: str, *, is_log: bool = False, from_zero: bool = False) -> str:
@@ -77,7 +78,9 @@ def line_chart(name: str, lines: Sequence[Line], y_label: str, *, is_log: bool =
             points = [(x, y) for x, y in zip(line.xs, line.ys) if y is not None and math.isfinite(y)]
             xs, ys = thinned([x for x, _ in points], [y for _, y in points])
             marker = "o" if line.has_markers or len(xs) == 1 else ""
-            axes.plot(xs, ys, color=_SERIES[i % len(_SERIES)], label=line.name, marker=marker, markersize=3.5)
+            style = "--" if line.is_predicted else "-"
+            color = _SERIES[i % len(_SERIES)]
+            axes.plot(xs, ys, style, color=color, label=line.name, marker=marker, markersize=3.5)
         axes.set_xlabel("iteration")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(y_label)
@@ -86,7 +89,7 @@ def line_chart(name: str, lines: Sequence[Line], y_label: str, *, is_log: bool =
         elif from_zero:
             axes.set_ylim(bottom=0)
         if len(lines) > 1:
-            axes.legend(loc="best")
+            _legend(figure)
         return _svg(figure, name)
 
 
@@ -101,8 +104,14 @@ def stacked_chart(name: str, xs: Sequence[float], parts: dict[str, Sequence[floa
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(y_label)
         axes.set_ylim(bottom=0)
-        axes.legend(loc="best")
+        _legend(figure)
         return _svg(figure, name)
+
+
+def _legend(figure: Figure) -> None:
+    """Below the chart, where it hides no line."""
+    figure.legend(loc="outside lower left", ncols=2)
+    figure.set_figheight(3.4)
 
 
 def lanes_chart(name: str, lanes: dict[str, Timeline]) -> str:

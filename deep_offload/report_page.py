@@ -55,6 +55,7 @@ svg text { font-family: system-ui, sans-serif !important; }
 table { border-collapse: collapse; margin-bottom: 10px; min-width: min(420px, 100%); }
 th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 td { overflow-wrap: anywhere; min-width: 70px; }
+td:first-child { min-width: 112px; }
 th { color: var(--quiet); font-weight: 600; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px; white-space: pre-wrap;
   overflow-wrap: anywhere; font-size: 13px; margin: 0; }

@@ -38,6 +38,11 @@ class RunData:
         by_iteration = {event["iteration"]: event for event in self.of_kind("step")}
         return [by_iteration[number] for number in sorted(by_iteration)]
 
+    def evaluations(self, split: str) -> list[Event]:
+        """Evaluations of one split by iteration; of an iteration with several, as the run's last one, the last."""
+        by_iteration = {e["iteration"]: e for e in self.of_kind("evaluation") if e["split"] == split}
+        return [by_iteration[number] for number in sorted(by_iteration)]
+
     @property
     def start(self) -> Event:
         """The last start: of a resumed run the one that counts."""
@@ -47,6 +52,17 @@ class RunData:
     def placed(self) -> Event:
         """The last start, or the last change of the placement since: what is predicted holds from there on."""
         return next(event for event in reversed(self.events) if event["event"] in ("start", "placement"))
+
+    @property
+    def placed_at(self) -> dict[int, Event]:
+        """The start or change of the placement that held, by the iteration of each of `steps`."""
+        held, by_iteration = self.events[0], {}
+        for event in self.events:
+            if event["event"] in ("start", "placement"):
+                held = event
+            elif event["event"] == "step":
+                by_iteration[event["iteration"]] = held
+        return by_iteration
 
     @property
     def placed_steps(self) -> list[Event]:

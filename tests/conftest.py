@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parent
+_LEFT = pytest.StashKey[set[str]]()
 
 # No test may reach a network or a display.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +25,24 @@ def pytest_configure(config):
     if not config.pluginmanager.hasplugin("timeout"):
         # A machine without pytest-timeout still runs the suite: its settings become known words without effect.
         config.addinivalue_line("markers", "timeout(seconds): has no effect, pytest-timeout is not installed")
+
+
+def _post_mortems():
+    return {path.name for path in TESTS.parent.glob("postmortem_*")}
+
+
+def pytest_sessionstart(session):
+    session.config.stash[_LEFT] = _post_mortems()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """A run that fails leaves a directory beside itself: a test must not let it run in the repository."""
+    result = yield
+    left, item.config.stash[_LEFT] = item.config.stash[_LEFT], _post_mortems()
+    new = sorted(item.config.stash[_LEFT] - left)
+    assert not new, f"{', '.join(new)} in {TESTS.parent}: give what runs here a folder of its own"
+    return result
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -129,9 +129,9 @@ class RankPool:
             context.set_forkserver_preload(["tests.rank_pool_preload"])
         for rank in range(self.size):
             here, there = context.Pipe()
-            trace = os.path.join(self._folder.name, f"trace_{rank}")
             # Not daemonic: checkpoint writers and data loaders start processes of their own.
-            process = context.Process(target=_serve, args=(rank, there, self._threads, trace), daemon=False)
+            place = rank, there, self._threads, self._folder.name
+            process = context.Process(target=_serve, args=place, daemon=False)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -173,7 +173,7 @@ class RankPool:
         time.sleep(0.5)
         lines = [f"ranks {missing} were not done after {limit:g} s"]
         for rank in missing:
-            path = Path(self._folder.name, f"trace_{rank}")
+            path = Path(self._folder.name, _trace_of(rank))
             lines.append(f"--- rank {rank} stood at:\n{path.read_text() if path.exists() else 'unknown'}")
         self.close()
         return "\n".join(lines)
@@ -197,14 +197,19 @@ def use_layout(tensor: int = 1, pipeline: int = 1, virtual: int | None = None, s
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
 
 
-def _serve(rank: int, pipe: Connection, threads: int, trace: str) -> None:
-    """Run cases until the pool closes the pipe."""
+def _trace_of(rank: int) -> str:
+    return f"trace_{rank}"
+
+
+def _serve(rank: int, pipe: Connection, threads: int, folder: str) -> None:
+    """Run cases in `folder` until the pool closes the pipe."""
     if _REPOSITORY not in sys.path:
         sys.path.insert(0, _REPOSITORY)
+    os.chdir(folder)  # what runs leave beside themselves, such as a post-mortem, goes there
     import torch
 
     torch.set_num_threads(threads)
-    with open(trace, "w") as file:
+    with open(_trace_of(rank), "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         _enable_cpu()
         pipe.send("ready")

@@ -31,6 +31,22 @@ def test_long_tests_are_deselected_by_default(pytester):
     result.assert_outcomes(passed=1, skipped=2, deselected=1)
 
 
+def test_a_test_that_leaves_a_post_mortem_is_named(pytester):
+    """One that a test left in the repository's root is an error of that test alone; older ones are nobody's."""
+    make_suite(pytester)
+    pytester.mkdir("postmortem_1_before")
+    (pytester.path / "tests" / "test_leaves.py").write_text(
+        "from pathlib import Path\n"
+        "def test_one(): Path(__file__).parents[1].joinpath('postmortem_2_error_rank0').mkdir()\n"
+        "def test_two(): pass\n"
+    )
+    result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "tests/test_leaves.py")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*ERROR at teardown of test_one*", "*postmortem_2_error_rank0 in * folder of its own*"]
+    )
+
+
 def test_full_runs_everything(pytester):
     """With --full the long test runs too."""
     make_suite(pytester)

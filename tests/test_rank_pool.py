@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,6 +54,12 @@ def test_results_come_by_rank_and_layouts_change(pool):
     assert pool.run(_sum_of_ranks, ranks=1) == [1]
     assert pool.run(_tensor_rank, 2) == [(0, 1), (1, 1)]
     assert pool.run(_tensor_rank, 1) == [(0, 2), (0, 2)]
+
+
+def test_ranks_work_in_a_folder_of_their_own(pool):
+    """What a failing run leaves beside itself does not land in the repository."""
+    for folder in pool.run(os.getcwd):
+        assert Path(folder).name.startswith("rank_pool_")
 
 
 def test_first_error_is_shown_and_the_pool_recovers(pool):

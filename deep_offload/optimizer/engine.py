@@ -13,6 +13,8 @@ import torch
 
 from deep_offload.kernels import reference
 from deep_offload.kernels.scalars import AdamClass, scalar_row
+from deep_offload.model.cost import StateFormat
+from deep_offload.model.memory import DeviceBytes, device_state_bytes, host_state_bytes
 from deep_offload.model.trace import Expectation
 from deep_offload.optimizer.shards import SegmentTables, Shard, holding
 from deep_offload.optimizer.small_copies import to_device
@@ -301,6 +303,14 @@ class OffloadEngine:
     def device_bytes(self) -> int:
         """Bytes of resident state and staging slots on the device."""
         return self._device_state.num_bytes
+
+    @property
+    def planned_bytes(self) -> tuple[int, DeviceBytes]:
+        """Bytes of state on the host and on the device as the placement counts them, before anything is allocated."""
+        settings = self.settings
+        state = StateFormat(settings.split_master, "fp32" if settings.wire_dtype == torch.float32 else "param")
+        host = host_state_bytes(self.layout, settings.placement, state, settings.reserved)
+        return host.total, device_state_bytes(self.layout, settings.placement, state, self.num_slots)
 
     def read_state(
         self,

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.transformer.module import param_is_not_shared
 
 from deep_offload.kernels.scalars import AdamClass
+from deep_offload.model.memory import DeviceBytes
 from deep_offload.model.trace import Expectation, UpdateFacts
 from deep_offload.optimizer.checkpoint import CHECKPOINT_KEYS, SHARDING_TYPE, sharded_param_state
 from deep_offload.optimizer.checkpoint_state import ParamState
@@ -401,6 +402,10 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     def memory_bytes(self) -> tuple[int, int]:
         """(host, device) bytes of optimizer state and staging on this rank."""
         return self._engine.host_bytes, self._engine.device_bytes
+
+    def planned_bytes(self) -> tuple[int, DeviceBytes]:
+        """Bytes of the same on the host and on the device, as the placement predicts them."""
+        return self._engine.planned_bytes
 
     def state_digest(self, vocab_size: int | None = None) -> str:
         """The digest of the whole model's parameters and state; a collective over all ranks."""

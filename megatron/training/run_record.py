@@ -21,10 +21,14 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
-from deep_offload.model.trace import run_trace
+from deep_offload.model.run import model_bytes
+from deep_offload.model.trace import Expectation, run_trace
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.plan.timeline import Timeline
 from megatron.training.config import TrainingConfig
+from megatron.training.dry_run import run_shape
 from megatron.training.metrics import Interval, LogValues
 from megatron.training.timers import Times
 
@@ -44,6 +48,7 @@ class RunRecord:
         self._started = time.time()
         self._saved: int | None = None
         self._placement: list[str] = []
+        self._model_bytes = 0
         self._show_warning = warnings.showwarning
         if self._file is not None:
             warnings.showwarning = self._on_warning
@@ -57,6 +62,7 @@ class RunRecord:
         """What is about to run, on what, and what is expected of it."""
         if self._file is None:
             return
+        self._model_bytes = model_bytes(run_shape(config), parallel_state.get_pipeline_model_parallel_rank()).total
         self._write(
             "start",
             command=shlex.join(sys.orig_argv),
@@ -70,19 +76,24 @@ class RunRecord:
             self._write("note", text=note)
 
     def _placed(self, optimizer: DeepOffloadOptimizer) -> dict[str, Any]:
-        """How state is placed now, its bytes, and what is predicted for it."""
+        """How state is placed now, its bytes, and what is predicted for it.
+
+        planned_bytes: as state_bytes, what the placement counts; device_total: with weights, gradients, activations
+        and the upcast buffer, the predicted peak of this rank's GPU.
+        """
         self._placement = optimizer.describe()
         expected, (host, device) = optimizer.expected, optimizer.memory_bytes()
-        prediction = None
-        if expected is not None:
-            prediction = {
-                "update_seconds": expected.update_seconds,
-                "binding_lane": expected.binding_lane,
-                "profile": expected.profile.name,
-                "profile_source": f"{expected.profile.source}, {expected.profile.date}",
-            }
-        bytes_of_state = {"host": host, "device": device}
-        return {"placement": self._placement, "predicted": prediction, "state_bytes": bytes_of_state}
+        planned_host, planned = optimizer.planned_bytes()
+        return {
+            "placement": self._placement,
+            "predicted": None if expected is None else _prediction(expected),
+            "state_bytes": {"host": host, "device": device},
+            "planned_bytes": {
+                "host": planned_host,
+                "device": planned.resident + planned.slots,
+                "device_total": self._model_bytes + planned.total,
+            },
+        }
 
     def step(self, values: LogValues, interval: Interval, times: Times, optimizer: DeepOffloadOptimizer) -> None:
         """What a log line says, and where the time went; call where the log line is printed."""
@@ -145,16 +156,27 @@ class RunRecord:
         self._show_warning(message, category, filename, lineno, *rest)
 
 
-def write_trace(optimizer: DeepOffloadOptimizer, path: Path) -> float | None:
-    """Write the lanes of the kept steps, predicted beside measured; returns the last update's seconds, if there is one.
+def write_trace(optimizer: DeepOffloadOptimizer, path: Path) -> list[Timeline]:
+    """Write the lanes of the kept steps, predicted beside measured, and return the steps; without one, no file.
 
     Not a collective: this rank's own lanes.
     """
     steps = optimizer.timelines()
-    if not steps:
-        return None
-    path.write_text(json.dumps(run_trace(steps, optimizer.expected), separators=(",", ":")) + "\n")
-    return steps[-1].update_seconds
+    if steps:
+        path.write_text(json.dumps(run_trace(steps, optimizer.expected), separators=(",", ":")) + "\n")
+    return steps
+
+
+def _prediction(expected: Expectation) -> dict[str, Any]:
+    """Seconds by the profile; those of an iteration hold for the compute that is estimated at start."""
+    compute = expected.compute
+    return {
+        "update_seconds": expected.update_seconds,
+        "iteration_seconds": None if compute is None else expected.play(compute).iteration_seconds,
+        "binding_lane": expected.binding_lane,
+        "profile": expected.profile.name,
+        "profile_source": f"{expected.profile.source}, {expected.profile.date}",
+    }
 
 
 def _open(folder: Path) -> TextIO:

@@ -28,6 +28,7 @@ from megatron.training.lifecycle import end_process_after
 from megatron.training.memory_watch import MemoryWatch
 from megatron.training.metrics import datetime_line, flat_settings, gibibytes
 from megatron.training.model import TORCH_DTYPES, build_model
+from megatron.training.outputs import check_outputs
 from megatron.training.postmortem import PostMortem
 from megatron.training.run_record import write_trace
 from megatron.training.schedule import build_scheduler
@@ -54,6 +55,7 @@ def pretrain(config: TrainingConfig, ranks: Ranks, checkpointing: Checkpointing 
     postmortem, watch = PostMortem(config, ranks.rank), None
     try:
         device = initialize(config, ranks, _report)
+        check_outputs(config, ranks)
         report_first(describe_device(device, ranks.world_size))
         report_first(datetime_line("after megatron is initialized"))
         chunks = build_model(config, device)
@@ -245,9 +247,13 @@ def _write_trace(optimizer: DeepOffloadOptimizer, path: str | None, report: Call
     """Write the last steps' lanes where --offload-trace says; a collective-free copy of rank 0's."""
     if path is None or dist.get_rank() != 0:
         return
-    seconds = write_trace(optimizer, Path(path))
-    if seconds is not None:
-        report(f"> wrote the last step's lanes to {path}: update {seconds * 1e3:.1f} ms")
+    steps = write_trace(optimizer, Path(path))
+    if not steps:
+        return
+    what, update = ("the last step's lanes", "update")
+    if len(steps) > 1:
+        what, update = f"the lanes of the last {len(steps)} steps", "last update"
+    report(f"> wrote {what} to {path}: {update} {steps[-1].update_seconds * 1e3:.1f} ms")
 
 
 def _print_traffic(here: dict[str, int], report: Callable[[str], None]) -> None:

@@ -13,11 +13,13 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    """What a smoke pass over all parts printed."""
+    """What a smoke pass over all parts printed. A folder of its own gets the post-mortems of the injected steps."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "pretrain_gpt.py").symlink_to(ROOT / "pretrain_gpt.py")
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--smoke"],
-        cwd=ROOT,
-        env={**os.environ, "DEEP_OFFLOAD_CACHE": str(tmp_path_factory.mktemp("cache"))},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DEEP_OFFLOAD_CACHE": str(tmp_path_factory.mktemp("cache"))},
         capture_output=True,
         text=True,
         timeout=280,

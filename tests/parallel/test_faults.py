@@ -18,12 +18,13 @@ FLAGS = f"{LLAMA} {COMMON} --bf16 --train-iters 5 --global-batch-size 4 --overla
 
 
 def torchrun(
-    script: str, flags: str, env: dict[str, str], prefix: tuple[str, ...] = (), ranks: int = 2
+    folder: Path, script: str, flags: str, env: dict[str, str], prefix: tuple[str, ...] = (), ranks: int = 2
 ) -> subprocess.CompletedProcess:
-    """Ranks of this machine; output and errors together."""
+    """Ranks of this machine in `folder`, where a failing one leaves its post-mortem; output and errors together."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     return subprocess.run(
         [*prefix, *launcher, script, *flags.split()],
+        cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -35,7 +36,7 @@ def torchrun(
 def assert_a_fault_ends_the_job(flags, tmp_path, cache, fault, shown):
     moment = tmp_path / "moment"
     env = {"FAULT": fault, "FAULT_TIME": str(moment), "DEEP_OFFLOAD_CACHE": cache}
-    done = torchrun(SCRIPT, f"{flags} --offload-resident-fraction 0", env)
+    done = torchrun(tmp_path, SCRIPT, f"{flags} --offload-resident-fraction 0", env)
     assert time.time() - float(moment.read_text()) < 60
     assert done.returncode != 0
     assert shown in done.stdout
@@ -50,12 +51,12 @@ def test_a_failing_rank_ends_the_job(tmp_path, cache, layout, fault, shown):
 
 
 @pytest.mark.parametrize(("ranks", "cores"), [(2, 1), pytest.param(8, 2, marks=pytest.mark.full)])
-def test_too_few_cores_are_said_once(cache, ranks, cores):
+def test_too_few_cores_are_said_once(tmp_path, cache, ranks, cores):
     """2 ranks pinned to one core, 8 ranks on two: one warning with cores per rank and the predicted cost."""
     script = str(Path(SCRIPT).parents[2] / "pretrain_gpt.py")
     pinned = ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
     flags = f"{FLAGS} --train-iters 2 --global-batch-size 8 --offload-resident-fraction 0"
-    done = torchrun(script, flags, {"DEEP_OFFLOAD_CACHE": cache}, ("taskset", "-c", pinned), ranks)
+    done = torchrun(tmp_path, script, flags, {"DEEP_OFFLOAD_CACHE": cache}, ("taskset", "-c", pinned), ranks)
     assert done.returncode == 0, done.stdout[-2000:]
     warnings = [line for line in done.stdout.splitlines() if "cores per rank" in line]
     assert len(warnings) == 1

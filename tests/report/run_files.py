@@ -54,8 +54,15 @@ def start(**changes: Any) -> dict[str, Any]:
         "num_iterations": 40,
         "world_size": 1,
         "placement": ["optimizer state: 8 subgroups", HOSTILE],
-        "predicted": {"update_seconds": 0.0015, "binding_lane": "dram", "profile": "h200", "profile_source": "tests"},
+        "predicted": {
+            "update_seconds": 0.0015,
+            "iteration_seconds": 0.09,
+            "binding_lane": "dram",
+            "profile": "h200",
+            "profile_source": "tests",
+        },
         "state_bytes": {"host": 10**8, "device": 10**7},
+        "planned_bytes": {"host": 102 * 10**6, "device": 10**7, "device_total": 600 << 20},
     } | changes
 
 
@@ -91,6 +98,8 @@ def whole_run() -> list[dict[str, Any]]:
                 {"event": "evaluation", "iteration": iteration, "split": "validation", "losses": {"lm loss": 4.0}}
             )
             events.append({"event": "checkpoint", "iteration": iteration, "seconds": 0.5})
+    # The evaluation of the run's end, on other batches than the one before it.
+    events.append({"event": "evaluation", "iteration": 40, "split": "validation", "losses": {"lm loss": 3.5}})
     return [*events, {"event": "end", "time": 1.7e9 + 41, "stop_reason": None, "seconds": 41.0, "traffic": {}}]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -14,6 +16,7 @@ from deep_offload.report_run import read_run, thinned
 from tests.report.run_files import HOSTILE, start, step, whole_run, write_run
 
 pytest.importorskip("matplotlib", reason="reports are drawn by matplotlib")
+report_charts = importlib.import_module("deep_offload.report_charts")
 
 
 class _Page(HTMLParser):
@@ -67,6 +70,76 @@ def test_everything_is_there(page):
     ):
         assert part in page, part
     assert page.count("<svg") == 8
+
+
+def rows_of(page, title):
+    """Cells of the table in the section of this title, by the first cell of a row."""
+    section = re.search(rf"<section><h2>{title}</h2>(.*?)</section>", page, re.DOTALL)[1]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in re.findall(r"<tr>(.*?)</tr>", section)]
+    return {unescape(cells[0]): cells[1:] for cells in rows if cells}
+
+
+def test_predictions_stand_beside_what_was_measured(page):
+    """Update, iteration and bytes of GPU and host: predicted, measured, and how far they are apart."""
+    assert rows_of(page, "Predicted and measured") == {
+        "update, until parameters are in place": ["1.5 ms", "1.8 ms", "-17 %"],
+        "update, until the last flush": ["", "2.0 ms", ""],
+        "lane that binds": ["dram", "dram", ""],
+        "iteration": ["90.0 ms", "100.0 ms", "-10 %"],
+        "GPU memory, peak": ["600.00 MiB", "512.00 MiB", "+17 %"],
+        "optimizer state on the device": ["9.54 MiB", "9.54 MiB", "+0 %"],
+        "optimizer state on the host": ["97.27 MiB", "95.37 MiB", "+2 %"],
+        "host memory of the process, peak": ["", "1.00 GiB", ""],
+    }
+
+
+def test_bytes_without_offload_and_records_of_before(tmp_path):
+    """Where nothing is offloaded bytes are predicted all the same; a record without them has a page without them."""
+    whole = read_run(write_run(tmp_path / "whole", [start(predicted=None), step(1, update=None)], with_trace=False))
+    page = report_html(whole)
+    assert "no time was predicted" in page and "<td>iteration</td>" not in page
+    assert rows_of(page, "Predicted and measured")["GPU memory, peak"] == ["600.00 MiB", "512.00 MiB", "+17 %"]
+    old = start()
+    del old["planned_bytes"], old["predicted"]["iteration_seconds"]
+    page = report_html(read_run(write_run(tmp_path / "old", [old, step(1), step(2)], with_trace=False)))
+    assert len(rows_of(page, "Predicted and measured")) == 3 and "planned" not in page
+
+
+def lines_drawn(run, monkeypatch):
+    """Curves of all charts of a page, by the chart's name."""
+    drawn, draw = {}, report_charts.line_chart
+
+    def watched(name, lines, *rest, **options):
+        drawn[name] = {line.name: line for line in lines}
+        return draw(name, lines, *rest, **options)
+
+    monkeypatch.setattr(report_charts, "line_chart", watched)
+    report_html(run)
+    return drawn
+
+
+def test_planned_memory_is_drawn(tmp_path, monkeypatch):
+    """Dashed, beside what was measured, of the placement that held at each step: also over a change and a resume."""
+    later = start(event="placement", iteration=4)
+    later["planned_bytes"] = {"host": 2**30, "device": 0, "device_total": 2**31}
+    steps = [step(i) for i in range(1, 6)]
+    events = [start(), *steps[:3], later, *steps[3:], start(), step(5), step(6)]
+    lines = lines_drawn(read_run(write_run(tmp_path / "run", events, with_trace=False)), monkeypatch)["memory"]
+    assert {"host, planned state", "device, planned peak"} < set(lines) and len(lines) == 5
+    planned, few = lines["device, planned peak"], 600 / 1024
+    assert planned.is_predicted and not lines["device, peak"].is_predicted
+    assert list(zip(planned.xs, planned.ys)) == [(1, few), (2, few), (3, few), (4, 2.0), (5, few), (6, few)]
+
+
+def test_curves_have_one_point_an_iteration(tmp_path, monkeypatch):
+    """The evaluation at the end makes no vertical line: of two at one iteration the last is drawn, both are listed."""
+    run = read_run(write_run(tmp_path / "run", whole_run()))
+    lines = lines_drawn(run, monkeypatch)
+    for chart in lines.values():
+        for line in chart.values():
+            assert list(line.xs) == sorted(set(line.xs)), line.name
+    assert lines["loss"]["validation"].ys[-1] == 3.5
+    assert len(re.findall("<td>40</td><td>validation</td>", report_html(run))) == 2
 
 
 def test_nothing_comes_from_a_network(page):

@@ -28,7 +28,9 @@ def trained(tmp_path_factory):
     """(run directory, printed lines) of six steps."""
     folder = tmp_path_factory.mktemp("trained")
     environment = dict(os.environ, OMP_NUM_THREADS="1", DEEP_OFFLOAD_CACHE=str(folder / "cache"))
-    words = [*RUN.split(), "--run-dir", str(folder / "run"), "--save", str(folder / "ckpt")]
+    trace = folder / "new" / "folder" / "trace.json"
+    words = [*RUN.split(), "--run-dir", str(folder / "run"), "--offload-trace", str(trace)]
+    words += ["--save", str(folder / "ckpt")]
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -47,6 +49,23 @@ def test_every_event_is_written(trained):
     assert run.status == "finished" and run.num_broken == 0
     last = run.steps[-1]
     assert last["losses"]["lm loss"] > 0 and last["grad_norm"] > 0 and last["memory"]["host_peak"] > 2**20
+
+
+def test_what_is_predicted_is_in_the_start(trained):
+    """An iteration's time, and bytes: those of the state are what the engine then holds."""
+    start = read_run(trained[0]).start
+    planned, held = start["planned_bytes"], start["state_bytes"]
+    assert start["predicted"]["iteration_seconds"] > start["predicted"]["update_seconds"] > 0
+    assert planned["host"] == pytest.approx(held["host"], rel=0.03)
+    assert 0 < held["device"] <= planned["device"] < planned["device_total"]
+
+
+def test_the_log_says_which_steps_a_trace_has(trained):
+    """It names the file, whose folder was made, how many steps, and the last one's update."""
+    line = next(line for line in trained[1].splitlines() if line.startswith("> wrote "))
+    path = trained[0].parent / "new" / "folder" / "trace.json"
+    assert line.startswith(f"> wrote the lanes of the last 3 steps to {path}: last update ")
+    assert path.read_text() == (trained[0] / "trace.json").read_text()
 
 
 def test_the_log_says_how_near_the_bound(trained):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import tempfile
 
 import torch
 
@@ -44,11 +46,15 @@ def settings(words: str, data: str = "--mock-data", world_size: int = 1) -> Trai
 
 
 def run(words: str, data: str = "--mock-data") -> str:
-    """Train in this process and return what was printed."""
+    """Train in this process, in a folder of its own, and return what was printed."""
     torch.set_num_threads(1)  # for models this small a second thread only costs time
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        pretrain(settings(words, data), SINGLE)
+    output, here = io.StringIO(), os.getcwd()
+    try:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(output):
+            os.chdir(folder)  # a run with a planted NaN leaves its post-mortem there
+            pretrain(settings(words, data), SINGLE)
+    finally:
+        os.chdir(here)
     return output.getvalue()
 
 

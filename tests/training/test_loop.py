@@ -248,8 +248,9 @@ def test_scalars_have_megatrons_names(tmp_path, data):
     assert [event.step for event in events.Scalars("lm loss vs samples")] == [4, 8, 12, 16]
 
 
-def test_a_fault_in_the_loop_leaves_the_process_clean(monkeypatch, data):
+def test_a_fault_in_the_loop_leaves_the_process_clean(monkeypatch, tmp_path, data):
     """An exception in a step comes out as it is, and the next run in the same process works."""
+    monkeypatch.chdir(tmp_path)  # the post-mortem goes there
 
     def fail(*args):
         raise RuntimeError("this step is broken")
@@ -257,5 +258,6 @@ def test_a_fault_in_the_loop_leaves_the_process_clean(monkeypatch, data):
     monkeypatch.setattr("megatron.training.trainer.train_step", fail)
     with pytest.raises(RuntimeError, match="this step is broken"):
         pretrain(settings("--train-iters 2", data), SINGLE)
+    assert list(tmp_path.glob("postmortem_*_error_rank0"))
     monkeypatch.undo()
     assert len(log_lines(run("--train-iters 2", data))) == 2

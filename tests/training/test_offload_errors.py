@@ -39,10 +39,10 @@ CASES = {
 }
 
 
-def run(arguments, **environment):
+def run(folder, arguments, **environment):
     return subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *arguments],
-        cwd=ROOT,
+        [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments],
+        cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -56,7 +56,7 @@ def test_usage_error(name, tmp_path):
     import re
 
     arguments, sentence = CASES[name]
-    result = run([*BASE, *arguments.split()], DEEP_OFFLOAD_CACHE=str(tmp_path.parent / "cache"))
+    result = run(tmp_path, [*BASE, *arguments.split()], DEEP_OFFLOAD_CACHE=str(tmp_path.parent / "cache"))
     assert result.returncode == 2, result.stderr
     last = [line for line in result.stderr.splitlines() if line.startswith("pretrain_gpt.py: error:")]
     assert len(last) == 1
@@ -67,6 +67,7 @@ def test_usage_error(name, tmp_path):
 def test_forced_isa_that_is_unknown(tmp_path):
     """DEEP_OFFLOAD_ISA with an unknown name stops the start and lists those supported."""
     result = run(
+        tmp_path,
         [*BASE, *"--interleaved-offload --offload-resident-fraction 0 --offload-gpu-share 0".split()],
         DEEP_OFFLOAD_ISA="sse9",
         DEEP_OFFLOAD_CACHE=str(tmp_path),
@@ -86,13 +87,14 @@ def test_extension_not_built(tmp_path):
         "            raise ModuleNotFoundError(\"No module named 'deep_offload._C'\")\n"
         "sys.meta_path.insert(0, Blocker())\n"
     )
-    result = run([*BASE, *"--interleaved-offload --offload-resident-fraction 0".split()], PYTHONPATH=str(tmp_path))
+    flags = "--interleaved-offload --offload-resident-fraction 0"
+    result = run(tmp_path, [*BASE, *flags.split()], PYTHONPATH=str(tmp_path))
     assert result.returncode in (1, 2), result.stdout[-500:]
     assert "deep_offload._C cannot be imported" in result.stderr
     assert "pip install -e ." in result.stderr
 
 
-def test_dry_run_allocates_nothing_and_says_whether_it_fits():
+def test_dry_run_allocates_nothing_and_says_whether_it_fits(tmp_path):
     """--dry-run prints plan, bytes and times; exit 0, or 2 where it does not fit; torch is never imported."""
     model = (
         "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048 "
@@ -113,6 +115,6 @@ def test_dry_run_allocates_nothing_and_says_whether_it_fits():
     assert fits.stdout.splitlines()[-1] == "False 0", fits.stderr
     assert "predicted update" in fits.stdout
     assert "host bytes of a rank" in fits.stdout
-    small = run([*model, "--offload-resident-fraction", "0", "--offload-host-budget-gib", "20"])
+    small = run(tmp_path, [*model, "--offload-resident-fraction", "0", "--offload-host-budget-gib", "20"])
     assert small.returncode == 2
     assert "does not fit: optimizer state needs" in small.stdout

@@ -28,24 +28,23 @@ def one_bad_id(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("data") / "text", documents)
 
 
-def train(prefix, words, launcher=()):
-    """Run pretrain_gpt.py over the whole corpus once and return the finished process."""
-    command = [sys.executable, *launcher, "pretrain_gpt.py", *TINY.split(), "--data-path", prefix, "--split", "1,0,0"]
-    return subprocess.run(
-        [*command, *"--train-iters 10".split(), *words.split()], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
+def train(folder, prefix, launcher=()):
+    """Run pretrain_gpt.py in `folder` over the whole corpus once and return the finished process."""
+    flags = [*TINY.split(), "--data-path", prefix, "--split", "1,0,0", "--train-iters", "10"]
+    command = [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *flags]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
-def test_one_rank_ends_with_code_2_and_the_sentence(one_bad_id):
+def test_one_rank_ends_with_code_2_and_the_sentence(tmp_path, one_bad_id):
     """Without other ranks the last line on stderr is the sentence, without a traceback."""
-    result = train(one_bad_id, "")
+    result = train(tmp_path, one_bad_id)
     assert result.returncode == 2, result.stderr
     assert result.stderr.splitlines()[-1] == f"pretrain_gpt.py: error: {SENTENCE.format(128, 128)}"
     assert "Traceback" not in result.stderr
 
 
-def test_two_ranks_end(one_bad_id):
+def test_two_ranks_end(tmp_path, one_bad_id):
     """A rank that reads the id ends the job: nothing waits for it."""
-    result = train(one_bad_id, "", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
+    result = train(tmp_path, one_bad_id, ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])
     assert result.returncode == 1, result.stderr
     assert f"pretrain_gpt.py: error: {SENTENCE.format(128, 128)}" in result.stderr.splitlines()
