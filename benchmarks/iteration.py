@@ -3,20 +3,22 @@
     python -m benchmarks.iteration --part full,half --output out/bench [--only ours_r0,ds_z2] [--limit-seconds 520]
 
 Parts: compute (no offload against plain torch), full (nothing resident against full offload, residency chosen by the
-program against none), half (half resident), stage3 (ZeRO-3), variants (fp32 gradients, one hardware queue), batches
-(larger batches), backward (cost of the gradient flush), end_to_end and end_to_end_z3 (100 iterations with evaluation
-of a model of 1.07 B parameters). Each takes less than 9 minutes or is cut there; the same command again goes on where
-it stopped. Within a part our runs stand between those of the others, and a ratio compares neighbors.
+program against none), half (half resident), stage3 (ZeRO-3), variants (fp32 gradients, one hardware queue, checks of the
+update), batches (larger batches), backward (cost of the gradient flush), end_to_end and end_to_end_z3 (100 iterations
+with evaluation of a model of 1.07 B parameters). Each takes less than 9 minutes or is cut there; the same command again
+goes on where it stopped. Within a part our runs stand between those of the others, and a ratio compares neighbors.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.runs import Record, Run, add_session_options, run_parts, spread
+from benchmarks.runs import NUM_SETTLING, Record, Run, add_session_options, run_parts, spread
 
 OFFLOAD = "--interleaved-offload"
 NONE = Run("ours_none", expected_s=20)
@@ -24,6 +26,10 @@ R0 = Run("ours_r0", f"{OFFLOAD} --offload-resident-fraction 0", expected_s=20)
 R05 = Run("ours_r05", f"{OFFLOAD} --offload-resident-fraction 0.5", expected_s=20)
 AUTO = Run("ours_auto", OFFLOAD, iterations=16, expected_s=20)
 FP32 = replace(R0, name="ours_r0_fp32_grads", fp32_grads=True)
+VERIFY_INTERVAL = 6
+VERIFIED = replace(
+    R0, name="ours_r0_verified", words=f"{R0.words} --offload-verify-interval {VERIFY_INTERVAL}", iterations=27
+)
 ONE_CONNECTION = replace(R0, name="ours_r0_one_connection", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
 
@@ -58,7 +64,7 @@ PARTS: dict[str, list[Run]] = {
     "full": [R0, Z2, R0, HDO, R0, FSDP2, R0, NONE, AUTO, NONE],
     "half": [R05, TWIN_HALF, R0, HDO_HALF, R05],
     "stage3": [R0, Z3, R0],
-    "variants": [R0, FP32, R0, ONE_CONNECTION, R0],
+    "variants": [R0, FP32, R0, ONE_CONNECTION, R0, VERIFIED],
     "batches": [*_16K, *_32K, *_128K],
     "backward": [_backward(NONE), _backward(_CPU_ONLY), _backward(NONE), _backward(R0), _backward(_CPU_ONLY)],
     "end_to_end": [_ENDS[0], _Z2_END, _ENDS[1]],
@@ -150,7 +156,7 @@ def report(part: str, records: Sequence[Record]) -> list[str]:
             middle = sorted(ratios)[len(ratios) // 2]
             values = " ".join(f"{ratio:.2f}" for ratio in ratios)
             lines.append(f"{target.slow} / {target.fast}: {values}; {target.verdict(middle)}")
-    return [*lines, *_backward_lines(records), *_drift_lines(records)]
+    return [*lines, *_backward_lines(records), *_drift_lines(records), *_verify_lines(records)]
 
 
 def _backward_lines(records: Sequence[Record]) -> list[str]:
@@ -174,6 +180,21 @@ def _drift_lines(records: Sequence[Record]) -> list[str]:
                 f"{record['name']}: iterations 5-9 {early:.1f} ms, last five {late:.1f} ms ({late / early:.3f}), "
                 f"training {record['train_s']} s, process {record['process_s']} s"
             )
+    return lines
+
+
+def _verify_lines(records: Sequence[Record]) -> list[str]:
+    """Steps with a check of --offload-verify-interval beside the others, and how rare checks must be to cost 0.5 %."""
+    lines = []
+    for record in (r for r in records if r["name"] == VERIFIED.name and "iterations_ms" in r):
+        steps = list(enumerate(record["iterations_ms"], start=1))[NUM_SETTLING:]
+        checked = statistics.median(ms for step, ms in steps if step % VERIFY_INTERVAL == 0)
+        other = statistics.median(ms for step, ms in steps if step % VERIFY_INTERVAL)
+        interval = math.ceil(max(0.0, checked - other) / (0.005 * other))
+        lines.append(
+            f"{VERIFIED.name}: a step with a check takes {checked:.0f} ms, another {other:.0f} ms: 0.5 % with "
+            f"--offload-verify-interval {interval}"
+        )
     return lines
 
 

@@ -80,6 +80,15 @@ def test_target_is_judged_by_the_middle_ratio():
     assert "MISSED" in replace(target, least=None, most=1.1).verdict(1.2)
 
 
+def test_cost_of_checks_is_told_apart():
+    """Checked steps beside the others, whatever the first ones took."""
+    times = [9000.0, 700.0, 700.0, 700.0] + [500.0 + 250.0 * (step % 6 == 0) for step in range(5, 28)]
+    record = {"name": iteration.VERIFIED.name, "iterations_ms": times}
+    assert iteration._verify_lines([record]) == [
+        "ours_r0_verified: a step with a check takes 750 ms, another 500 ms: 0.5 % with --offload-verify-interval 100"
+    ]
+
+
 def all_runs():
     parts = {**iteration.PARTS, **sweeps.PARTS, "smoke": iteration.SMOKE, "sweep": sweeps.SMOKE}
     return [run for part in parts.values() for run in part if run.ours]
