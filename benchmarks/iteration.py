@@ -3,8 +3,8 @@
     python -m benchmarks.iteration --part full,half --output out/bench [--only ours_r0,ds_z2] [--limit-seconds 520]
 
 Parts: compute (no offload against plain torch), full (nothing resident against full offload, residency chosen by the
-program against none), half (half resident), stage3 (ZeRO-3), variants (fp32 gradients, one hardware queue, checks of the
-update), batches (larger batches), backward (cost of the gradient flush), end_to_end and end_to_end_z3 (100 iterations
+program against none), half (half resident), stage3 (ZeRO-3), variants (fp32 gradients, one hardware queue, checks of
+the update), batches (larger batches), backward (cost of the gradient flush), end_to_end and end_to_end_z3 (100 steps
 with evaluation of a model of 1.07 B parameters). Each takes less than 9 minutes or is cut there; the same command again
 goes on where it stopped. Within a part our runs stand between those of the others, and a ratio compares neighbors.
 """
