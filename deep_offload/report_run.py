@@ -66,9 +66,9 @@ class RunData:
 
     @property
     def placed_steps(self) -> list[Event]:
-        """The logged steps of the placement that holds at the end; all of a run that never changed it."""
-        since = self.placed.get("iteration", 0)
-        return [step for step in self.steps if step["iteration"] >= since]
+        """The logged steps since the last start or change of the placement."""
+        held, placed_at = self.placed, self.placed_at
+        return [step for step in self.steps if placed_at[step["iteration"]] is held]
 
     @property
     def status(self) -> str:

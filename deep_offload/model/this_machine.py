@@ -45,8 +45,8 @@ def cpu_update_threads(cores: int, ranks: int, has_gpu: bool) -> int:
 class ThisMachine:
     """This host as training would see it.
 
-    cores: those that this process may use; has_gpu: training would use GPUs; gpu_names: their names where the driver
-    tells them, else empty.
+    cores: those that this process may use; has_gpu: training would use GPUs; gpu_names: of each of them, where the
+    driver tells them and no variable hides some, else empty.
     """
 
     cpu: str
@@ -59,7 +59,9 @@ class ThisMachine:
         cpu, cores, _, accelerator = _parts(profile.fingerprint)
         if cpu != self.cpu or cores != f"{self.cores} cores" or (accelerator != NO_GPU) != self.has_gpu:
             return False
-        return not self.gpu_names or any(accelerator.startswith(f"{name} ") for name in self.gpu_names)
+        # NAME N GiB x COUNT
+        name, count = accelerator.rsplit(" ", 4)[0], accelerator.rpartition(" x ")[2]
+        return not self.gpu_names or (name in self.gpu_names and count == str(len(self.gpu_names)))
 
     def __str__(self) -> str:
         names = " and ".join(sorted(set(self.gpu_names))) or ("a GPU" if self.has_gpu else NO_GPU)
@@ -69,7 +71,7 @@ class ThisMachine:
 def find_this_machine(*, use_cpu: bool, root: Path = Path("/")) -> ThisMachine:
     """This host. use_cpu: training leaves GPUs out. root: folder that holds `dev` and `proc`, for tests."""
     has_gpu = not use_cpu and any((root / "dev").glob("nvidia[0-9]*"))
-    names = tuple(_gpu_names(root)) if has_gpu else ()
+    names = tuple(_gpu_names(root)) if has_gpu and "CUDA_VISIBLE_DEVICES" not in os.environ else ()
     return ThisMachine(cpu_name(), len(os.sched_getaffinity(0)), has_gpu, names)
 
 
@@ -89,7 +91,10 @@ def training_profile(
     ours = [(path, profile) for path, profile in cached_profiles() if machine.is_measured_by(profile)]
     for path, profile in ours:
         if _parts(profile.fingerprint)[2] == wanted:
-            return profile, f"hardware profile measured before on this machine with {wanted}, as training uses: {path}"
+            return (
+                profile,
+                f"hardware profile measured before on this machine with {wanted}, as training takes here: {path}",
+            )
     if ours:
         path, profile = ours[0]
         return profile, (

@@ -35,6 +35,7 @@ def build_engine(
     log: Callable[[str], None],
     late_params: Collection[int] = (),
     cores: float | None = None,
+    ranks: int | None = None,
     estimated_bytes: int | None = None,
     run: RunShape | None = None,
     may_move: bool = False,
@@ -42,15 +43,16 @@ def build_engine(
     """Choose a placement that fits, then allocate and start the engine; also returns lines that describe it.
 
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
-    for an equal part of those that this process may use; estimated_bytes: GPU bytes that training takes beside weights,
-    gradients and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given; run:
-    what is trained, for its compute; may_move: a `PlacementFollower` may change the share, for which host memory is
-    reserved. Raises ValueError, with numbers, before any large allocation if it does not fit.
+    for an equal part of those that this process may use; ranks: those of this node, None for what the launcher says;
+    estimated_bytes: GPU bytes that training takes beside weights, gradients and state, None where nobody knows: then
+    nothing is resident unless a fraction or a budget is given; run: what is trained, for its compute; may_move: a
+    `PlacementFollower` may change the share, for which host memory is reserved. Raises ValueError, with numbers, before
+    any large allocation if it does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
     layout = _layout(shards, config)
-    ranks = ranks_on_this_node()
+    ranks = ranks or ranks_on_this_node()
     limits = read_host_limits()
     cores = limits.cores / ranks if cores is None else cores
     threads = config.offload_cpu_threads

@@ -72,6 +72,7 @@ class OffloadEngine:
         self.layout = layout
         self.late_subgroups = holding(layout, shards, late_params)
         self.settings = settings
+        self._first_placement = settings.placement
         self._shards = tuple(shards)
         self._device = shards[0].param.device if shards else device or torch.device("cpu")
         self._seconds = seconds
@@ -306,11 +307,16 @@ class OffloadEngine:
 
     @property
     def planned_bytes(self) -> tuple[int, DeviceBytes]:
-        """Bytes of state on the host and on the device as the placement counts them, before anything is allocated."""
-        settings = self.settings
-        state = StateFormat(settings.split_master, "fp32" if settings.wire_dtype == torch.float32 else "param")
-        host = host_state_bytes(self.layout, settings.placement, state, settings.reserved)
-        return host.total, device_state_bytes(self.layout, settings.placement, state, self.num_slots)
+        """Bytes of state on the host as the first placement counted them, since none is given back, and on the device
+        as the present one does."""
+        state, first = self._format, self._first_placement
+        host = host_state_bytes(self.layout, first, state, self.settings.reserved)
+        return host.total, device_state_bytes(self.layout, self.settings.placement, state, self.num_slots)
+
+    @property
+    def _format(self) -> StateFormat:
+        wire = "fp32" if self.settings.wire_dtype == torch.float32 else "param"
+        return StateFormat(self.settings.split_master, wire)
 
     def read_state(
         self,

@@ -22,7 +22,7 @@ from deep_offload.optimizer.follow import PlacementFollower
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
 from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
-from deep_offload.runtime.limits import fair_cores
+from deep_offload.runtime.limits import fair_cores, ranks_on_this_node
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 
@@ -59,6 +59,7 @@ def build_optimizer(
         )
     groups = build_param_groups(model_chunks, optimizer_config, no_weight_decay, decoupled_lr, decoupled_min_lr)
     buffers = map_buffers(model_chunks)
+    cores, ranks = _place_on_node()
     with torch.no_grad():
         engine, lines = build_engine(
             [b.shard for b in buffers.shards],
@@ -66,7 +67,8 @@ def build_optimizer(
             warn=warnings.warn,
             log=log,
             late_params=late_params(model_chunks, buffers),
-            cores=_cores_of_this_rank(),
+            cores=cores,
+            ranks=ranks,
             estimated_bytes=estimated_bytes,
             may_move=True,
             run=run,
@@ -80,14 +82,18 @@ def build_optimizer(
     return DeepOffloadOptimizer(optimizer_config, model_chunks, groups, buffers, engine, lines, *changes)
 
 
-def _cores_of_this_rank() -> float:
-    """Its share of the node's cores, by what each rank of the node may run on; a collective over all ranks."""
+def _place_on_node() -> tuple[float, int]:
+    """This rank's share of the node's cores, by what each rank of the node may run on, and the number of these ranks.
+
+    A collective over all ranks: not every launcher says how many a node has.
+    """
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
     everyone: list[Any] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-    return fair_cores(mine[1], [cores for host, cores in everyone if host == mine[0]])
+    here = [cores for host, cores in everyone if host == mine[0]]
+    return fair_cores(mine[1], here), max(len(here), ranks_on_this_node())
 
 
 def build_param_groups(

@@ -45,18 +45,21 @@ def test_the_profile_that_training_would_use():
             fingerprint_of(HERE.cpu, 32, 1, 15, GPU),
             fingerprint_of(HERE.cpu, 16, 1, 15, "no GPU"),
             fingerprint_of(HERE.cpu, 16, 1, 15, "NVIDIA H100 79 GiB x 1"),
+            fingerprint_of(HERE.cpu, 16, 1, 15, "NVIDIA H200 NVL 139 GiB x 1"),
+            fingerprint_of(HERE.cpu, 16, 1, 15, "NVIDIA H200 139 GiB x 2"),
         )
     ):
         keep("other", other, 10 + number)
     profile, note = training_profile(None, HERE, 1, None)
-    assert profile.name == "mine" and "on this machine with 1 x 15 threads, as training uses" in note
+    assert profile.name == "mine" and "on this machine with 1 x 15 threads, as training takes here" in note
     assert training_profile(None, HERE, 2, None)[0].name == "two ranks"
     assert training_profile(None, HERE, 2, 15)[1].startswith("hardware profile measured before on this machine, but")
     assert training_profile("gh200", HERE, 1, None)[0] is BUILT_IN_PROFILES["gh200"]
 
 
-def test_what_the_driver_says(tmp_path):
+def test_what_the_driver_says(tmp_path, monkeypatch):
     """GPUs are found by their device files, with the driver's names for them, and left out with --use-cpu."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (tmp_path / "dev").mkdir()
     assert not find_this_machine(use_cpu=False, root=tmp_path).has_gpu
     (tmp_path / "dev" / "nvidia0").touch()
@@ -67,6 +70,8 @@ def test_what_the_driver_says(tmp_path):
     found = find_this_machine(use_cpu=False, root=tmp_path)
     assert found.has_gpu and found.gpu_names == ("NVIDIA H200",)
     assert not find_this_machine(use_cpu=True, root=tmp_path).has_gpu
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert find_this_machine(use_cpu=False, root=tmp_path).gpu_names == (), "which of them it hides is not told here"
 
 
 def test_it_is_the_fingerprint_of_the_measurement():
@@ -89,6 +94,6 @@ def test_the_dry_run_goes_by_it():
         "--offload-cpu-threads 2 --dry-run"
     )
     report = dry_run(build_config(words.split()))
-    assert "with 1 x 2 threads, as training uses" in report.lines[0]
+    assert "with 1 x 2 threads, as training takes here" in report.lines[0]
     assert any(line.startswith("hardware: mine, ") for line in report.lines)
     assert report.fits and "fits" not in report.lines and "not checked: GPU memory" in report.lines[-1]

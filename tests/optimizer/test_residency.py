@@ -63,6 +63,22 @@ def drive_growing(case, growth, look=None):
 ALL = 1 << 30
 
 
+@pytest.mark.parametrize("split", [True, False], ids=["split", "full"])
+def test_planned_bytes_are_those_held(split):
+    """On both sides before and after more became resident: host memory stays, device memory grows."""
+    seen = []
+
+    def look(step, engine):
+        host, device = engine.planned_bytes
+        assert host == engine.host_bytes, f"step {step}"
+        rounding = device.resident + device.slots - engine.device_bytes
+        assert 0 <= rounding <= 3 * 512 * (len(engine.layout.subgroups) + engine.num_slots), f"step {step}"
+        seen.append((host, engine.device_bytes))
+
+    drive_growing(Case(share=0.5, slots=3, split=split), {3: 4, 5: ALL}, look)
+    assert len({host for host, _ in seen}) == 1 and len({device for _, device in seen}) == 3
+
+
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("wire", ["fp32", "param"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "full"])
