@@ -28,8 +28,10 @@ def command(result: Forecast, config: OffloadConfig, tokens: float | None = None
         "--data-path DATA_PATH --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER",
         f"--padded-vocab-size {run.model.padded_vocab_size} --train-iters {length} --lr LR",
     ]
-    if result.is_offloaded:
-        words.append(" ".join(["--interleaved-offload", *_changed_flags(_with_chosen_slots(config, result))]))
+    changed = _changed_flags(_with_chosen_slots(config, result))
+    # Where all state stays on the GPU a given flag may still change its bytes.
+    if result.is_offloaded or changed:
+        words.append(" ".join(["--interleaved-offload", *changed]))
     return " \\\n  ".join(words)
 
 

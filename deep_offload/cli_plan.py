@@ -9,11 +9,11 @@ from deep_offload.cli_command import PLACEHOLDERS, command
 from deep_offload.cli_request import Request
 from deep_offload.model.dry_run import (
     Forecast,
-    check_weights_fit,
     dry_run_report,
     forecast,
     milliseconds,
     unknown_limits,
+    weights_problem,
 )
 from deep_offload.model.memory import format_bytes
 from deep_offload.model.planning import (
@@ -43,7 +43,8 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
         return [nothing_fits()], False
     report = dry_run_report(run, request.config, request.profile)
     lines = list(report.lines)
-    if request.show_alternatives and _is_placed(run, request):
+    # No table where weights and gradients alone are too much for any strategy.
+    if request.show_alternatives and weights_problem(run, request.profile) is None:
         lines += _compared(run, request)
     if not report.fits:
         return lines + _what_would_fit(run, request), False
@@ -57,45 +58,40 @@ def nothing_fits() -> str:
     return "does not fit on up to 1024 GPUs: use GPUs or hosts with more memory, or a smaller model"
 
 
-def _is_placed(run: RunShape, request: Request) -> bool:
-    """Whether strategies are worth a table: not where weights and gradients alone are too much."""
-    try:
-        check_weights_fit(run, request.profile)
-    except ValueError:
-        return False
-    return True
-
-
 def _compared(run: RunShape, request: Request) -> list[str]:
     """Tables of strategies and of other cuts, and what they show."""
     config, profile = request.config, request.profile
     found = alternatives(run, config, profile)
     lines = ["", "strategies on the same run:", *_alternatives_table(found)]
     is_known = "GPU memory" not in unknown_limits(profile)
-    if found[-1].result is not None and not found[-1].problem and is_known:
-        lines.append("no offload needed: all state fits on the GPUs, and nothing is faster")
+    if found[-1].result is not None and not found[-1].problems and is_known:
+        lines.append("no offload needed: all state fits on the GPUs, and no strategy is faster")
     cuts = other_cuts(run, config, profile)
     lines += [
         "",
-        "cut otherwise, with as many micro-batches for each data-parallel rank:",
+        "cut otherwise, with the same global batch, on twice the GPUs with twice the batch:",
         *_alternatives_table(cuts),
     ]
     chosen = found[0].result
-    faster = faster_cut(chosen, cuts) if chosen is not None and not found[0].problem else None
+    faster = faster_cut(chosen, cuts) if chosen is not None and not found[0].problems else None
     if faster is not None:
         lines.append(_advice(chosen, faster))
     return lines
 
 
 def _advice(chosen: Forecast, faster: Alternative) -> str:
-    cut = faster.result.run.parallel
+    """The faster cut, with all flags that make it: what is given is no longer chosen."""
+    run, cut = faster.result.run, faster.result.run.parallel
     text = (
-        f"faster per token than the planned layout: {faster.name}, {faster.result.tokens_per_s_per_gpu:.0f} instead of "
-        f"{chosen.tokens_per_s_per_gpu:.0f} tokens/s/GPU"
+        f"faster than the planned layout with the same batch: {faster.name}, "
+        f"{faster.result.tokens_per_s_per_gpu:.0f} instead of {chosen.tokens_per_s_per_gpu:.0f} tokens/s/GPU"
     )
     if cut.tensor > chosen.run.parallel.tensor:
         text += ", but communication inside its layers (tensor parallel) is not counted: measure both"
-    return f"{text} (--tensor-model-parallel-size {cut.tensor} --pipeline-model-parallel-size {cut.pipeline})"
+    return (
+        f"{text} (--gpus {cut.world_size} --tensor-model-parallel-size {cut.tensor} --pipeline-model-parallel-size "
+        f"{cut.pipeline} --global-batch-size {run.global_batch_size} --recompute {run.recompute.granularity or 'none'})"
+    )
 
 
 def layout_of(request: Request) -> RunShape | None:
@@ -111,18 +107,20 @@ def layout_of(request: Request) -> RunShape | None:
 def _answer_largest(request: Request) -> tuple[list[str], bool]:
     if request.gpus is None:
         raise ValueError("--largest asks what fits on given GPUs: give --gpus a number")
-    run = largest_model(request.run, request.gpus, request.config, request.profile)
+    is_cut = request.is_cut or request.is_recompute_given
+    run = largest_model(request.run, request.gpus, request.config, request.profile, is_cut=is_cut)
     if run is None:
-        return [f"not even one layer of this shape fits on {request.gpus} GPUs: narrow the model"], False
+        advice = "drop the parallel sizes and --recompute, or narrow the model" if is_cut else "narrow the model"
+        return [f"not even one layer a pipeline rank of this shape fits on {request.gpus} GPUs: {advice}"], False
     head = f"largest model of this width on {request.gpus} GPU(s) of {request.profile.name}: "
     head += f"{run.model.num_layers} layers, {run.model.num_params / 1e9:.2f} B parameters"
     # With the least host memory: everything streamed.
     config = request.config
     if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
         config = replace(config, offload_gpu_share=1.0)
-    report = dry_run_report(run, config, request.profile)
-    to_train = _to_train(forecast(run, config, request.profile), replace(request, config=config))
-    return [head, *report.lines, "", *to_train], report.fits
+    report, result = dry_run_report(run, config, request.profile), forecast(run, config, request.profile)
+    to_train = _to_train(result, replace(request, config=config))
+    return [head, *report.lines, *costs(result, request.tokens), "", *to_train], report.fits
 
 
 def _what_would_fit(run: RunShape, request: Request) -> list[str]:
@@ -142,7 +140,7 @@ def _alternatives_table(found: Sequence[Alternative]) -> list[str]:
     rows = [("strategy", "GPU/rank", "host/rank", "update", "iteration", "batch", "tokens/s/GPU", "")]
     for item in found:
         if item.result is None:
-            rows.append((item.name, *["-"] * 6, _short(item.problem)))
+            rows.append((item.name, *["-"] * 6, _short(item.problems)))
             continue
         slowest = item.result.slowest
         rows.append(
@@ -154,15 +152,15 @@ def _alternatives_table(found: Sequence[Alternative]) -> list[str]:
                 f"{milliseconds(item.result.iteration_seconds)} ms",
                 str(item.result.run.global_batch_size),
                 f"{item.result.tokens_per_s_per_gpu:.0f}",
-                _short(item.problem) if item.problem else f"bound by {slowest.choice.binding_lane}",
+                _short(item.problems) if item.problems else f"bound by {slowest.choice.binding_lane}",
             )
         )
     return table(rows)
 
 
-def _short(problem: str) -> str:
-    """The problem with its bytes, without the advice."""
-    return f"does not fit: {problem.partition(': ')[0]}"
+def _short(problems: Sequence[str]) -> str:
+    """All problems with their bytes, without the advice."""
+    return f"does not fit: {'; '.join(problem.partition(': ')[0] for problem in problems)}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

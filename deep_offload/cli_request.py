@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 
 from deep_offload.config import OffloadConfig
+from deep_offload.model.dry_run import ranks_per_host
 from deep_offload.model.gpt import NAMED_SHAPES, GPTShape, ParallelShape, named_shape, padded_to
 from deep_offload.model.hardware import HardwareProfile
-from deep_offload.model.machines import BUILT_IN_PROFILES, has_bf16
+from deep_offload.model.machines import BUILT_IN_PROFILES, accelerator_of, has_bf16
 from deep_offload.model.run import RecomputeShape, RunShape
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -132,21 +133,37 @@ def request_from(arguments: argparse.Namespace, config: OffloadConfig, profile: 
             f"{profile.name} does not know: give --profile one of a machine with GPUs"
         )
     run = _run(arguments, gpus, is_cut, profile)
+    _check_types(config, run, profile)
     tokens = arguments.tokens
     if tokens is not None and not (tokens > 0 and math.isfinite(tokens)):
         raise ValueError(f"--tokens is {tokens}, it must be a finite number of more than 0")
     return Request(
-        run,
-        config,
-        profile,
-        gpus,
-        is_cut,
-        arguments.recompute is not None,
-        tokens,
-        arguments.largest,
-        not arguments.no_alternatives,
-        _notes(arguments, run, profile),
+        run=run,
+        config=config,
+        profile=profile,
+        gpus=gpus,
+        is_cut=is_cut,
+        is_recompute_given=arguments.recompute is not None,
+        tokens=tokens,
+        largest=arguments.largest,
+        show_alternatives=not arguments.no_alternatives,
+        notes=_notes(arguments, run, profile, gpus),
     )
+
+
+def _check_types(config: OffloadConfig, run: RunShape, profile: HardwareProfile) -> None:
+    """Refuse settings that no layout of the run could honor: a search would call them missing memory."""
+    if config.offload_split_master == "on" and not run.is_bf16:
+        if has_bf16(profile):
+            why, change = "--fp16 was given", "drop --fp16 or leave it at auto"
+        else:
+            why, change = f"{accelerator_of(profile)} computes in fp16", "leave it at auto or off"
+        raise ValueError(f"--offload-split-master on needs bf16 parameters, but {why}: {change}")
+    if config.offload_grad_wire == "param" and run.grad_bytes == 4:
+        raise ValueError(
+            "--offload-grad-wire param sends gradients in the buffer's own 16-bit type, but --grad-buffer is fp32: "
+            "drop --grad-buffer or leave the wire at auto"
+        )
 
 
 def _flag(name: str) -> str:
@@ -183,7 +200,7 @@ def _run(arguments: argparse.Namespace, gpus: int | None, is_cut: bool, profile:
 
 def _is_bf16(arguments: argparse.Namespace, profile: HardwareProfile) -> bool:
     if arguments.bf16 and not has_bf16(profile):
-        raise ValueError(f"--bf16 is not what a {profile.name} GPU computes in: use --fp16")
+        raise ValueError(f"--bf16 is given, but {accelerator_of(profile)} does not compute in bf16: use --fp16")
     return not arguments.fp16 and has_bf16(profile)
 
 
@@ -227,7 +244,7 @@ def _shape(arguments: argparse.Namespace) -> GPTShape:
     return GPTShape(
         num_layers=arguments.num_layers,
         hidden_size=hidden,
-        ffn_hidden_size=arguments.ffn_hidden_size or (int(hidden * 8 / 3 / 64) * 64 if swiglu else 4 * hidden),
+        ffn_hidden_size=arguments.ffn_hidden_size or _derived_width(hidden, swiglu),
         num_attention_heads=heads,
         num_query_groups=arguments.num_query_groups or heads,
         kv_channels=arguments.kv_channels or hidden // heads,
@@ -238,6 +255,16 @@ def _shape(arguments: argparse.Namespace) -> GPTShape:
         tie_embeddings=bool(arguments.tie_embeddings),
         positions=_positions(arguments),
     )
+
+
+def _derived_width(hidden: int, swiglu: bool) -> int:
+    width = int(hidden * 8 / 3 / 64) * 64 if swiglu else 4 * hidden
+    if width == 0:
+        raise ValueError(
+            f"--ffn-hidden-size is not given, and 8/3 of --hidden-size {hidden} in multiples of 64 is 0: give "
+            "--ffn-hidden-size, or a --hidden-size of at least 24"
+        )
+    return width
 
 
 def _positions(arguments: argparse.Namespace) -> int:
@@ -256,11 +283,18 @@ def _positions(arguments: argparse.Namespace) -> int:
     return arguments.seq_length if rows is None else rows
 
 
-def _notes(arguments: argparse.Namespace, run: RunShape, profile: HardwareProfile) -> tuple[str, ...]:
+def _notes(arguments: argparse.Namespace, run: RunShape, profile: HardwareProfile, gpus: int | None) -> tuple[str, ...]:
     notes = []
     if arguments.model is not None:
         # The nominal name overstates some sizes.
         notes.append(f"published {arguments.model.upper()} shape, {run.model.num_params / 1e9:.2f} B parameters")
     if not has_bf16(profile):
-        notes.append(f"a {profile.name} GPU does not compute in bf16: planned with --fp16, whose masters are not split")
+        name = accelerator_of(profile)
+        notes.append(f"{name} does not compute in bf16: planned with --fp16, whose masters are not split")
+    if gpus is not None and gpus > profile.num_gpus > 0 and gpus % profile.num_gpus:
+        per_host = ranks_per_host(gpus, profile)
+        notes.append(
+            f"--gpus {gpus} does not fill hosts of {profile.num_gpus} GPUs: planned on {gpus // per_host} hosts with "
+            f"{per_host} GPU(s) each"
+        )
     return tuple(notes)

@@ -13,7 +13,7 @@ from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.dry_run import Forecast, StageForecast, dry_run_report, forecast, milliseconds
 from deep_offload.model.hardware import HardwareProfile
-from deep_offload.model.memory import PROCESS_HOST_BYTES, format_bytes
+from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
 from deep_offload.model.simulator import Simulation, simulate
 from deep_offload.plan.draw import draw_lanes
 from deep_offload.plan.planner import build_plan
@@ -62,8 +62,10 @@ def changed_profile(arguments: argparse.Namespace, profile: HardwareProfile) -> 
             raise ValueError(f"--network-gb-per-s is {arguments.network_gb_per_s}, it must be more than 0")
         values["network_bytes_per_s"] = arguments.network_gb_per_s * 1e9
     words = [f"{name} x {scale:g}" for name, scale in _scales(arguments) if scale != 1]
+    if values.get("network_bytes_per_s", profile.network_bytes_per_s) != profile.network_bytes_per_s:
+        words.append(f"network {arguments.network_gb_per_s:g} GB/s a GPU")
     if not words:
-        return replace(profile, **values)  # type: ignore[arg-type]
+        return profile
     source = f"{profile.source}; changed on paper: {', '.join(words)}"
     return replace(profile, source=source, is_estimate=True, **values)  # type: ignore[arg-type]
 
@@ -80,7 +82,8 @@ def answer(arguments: argparse.Namespace, config: OffloadConfig, profile: Hardwa
         raise ValueError(f"--width is {arguments.width}, it must be at least 10")
     if arguments.largest:
         raise ValueError("--largest is a question for `plan`: ask it first, then simulate a model of those layers")
-    profile, is_changed = changed_profile(arguments, profile), any(scale != 1 for _, scale in _scales(arguments))
+    given, profile = profile, changed_profile(arguments, profile)
+    is_changed = profile != given
     request = request_from(arguments, config, profile)
     run = layout_of(request)
     if run is None:
@@ -135,19 +138,23 @@ def _share_table(result: Forecast, config: OffloadConfig) -> list[str]:
 
 def assumptions(profile: HardwareProfile, result: Forecast | None, *, is_changed: bool) -> list[str]:
     """What the answer rests on, so that a reader can disagree with it. is_changed: the machine exists on paper only."""
-    kind = "estimates, not measurements" if profile.is_estimate else "measured"
-    kind = "those of no real machine" if is_changed else kind
+    if is_changed:
+        rates = f"rates are those of no real machine, but made from {profile.name}: {profile.source}"
+    else:
+        rates = f"rates of {profile.name}: {profile.source}"
+        rates += "; estimates, not measurements" if profile.is_estimate else ""
     dram = profile.rank_dram_bytes_per_s(max(1, profile.num_gpus)) / 1e9
     lines = [
         "assumptions:",
-        f"  rates of {profile.name} are {kind}: {profile.source}",
+        f"  {rates}",
         f"  link {profile.h2d_bytes_per_s / 1e9:.0f} GB/s up and {profile.d2h_bytes_per_s / 1e9:.0f} down, "
         f"{profile.h2d_both_bytes_per_s / 1e9:.0f} and {profile.d2h_both_bytes_per_s / 1e9:.0f} at once; host memory "
         f"{dram:.0f} GB/s a rank with all ranks of a host at work",
         f"  CPU update {profile.cpu_adam_param_params_per_s / 1e9:.2f} G parameters/s a rank alone, "
         f"{profile.cpu_adam_param_busy_params_per_s / 1e9:.2f} beside copies; GPU update "
         f"{profile.gpu_adam_params_per_s / 1e9:.0f}",
-        f"  a rank's process takes {format_bytes(PROCESS_HOST_BYTES)} of host memory beside its state",
+        f"  a save takes {format_bytes(SAVE_HOST_BYTES)} of host memory beside a rank's state; the "
+        f"{format_bytes(PROCESS_HOST_BYTES)} of its process are no part of the host memory in a profile",
         f"  training reaches {profile.gpu_flops_per_s / 1e12:.0f} TFLOP/s a GPU whatever the layer sizes; "
         "tensor-parallel communication inside layers costs nothing",
         "  all hosts and ranks are alike; data loading, evaluations, checkpoints and failures cost nothing",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from deep_offload.config import OffloadConfig
 from deep_offload.model.choose import Choice, Compute
 from deep_offload.model.hardware import HardwareProfile
-from deep_offload.model.memory import PROCESS_HOST_BYTES, format_bytes
+from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
 from deep_offload.model.residency import GPU_MEMORY_SHARE, choose_with_residents, state_budget_bytes, working_bytes
 from deep_offload.model.run import (
     ComputeSeconds,
@@ -57,16 +57,20 @@ class StageForecast:
 
     @property
     def total_host_bytes(self) -> int:
-        """Of optimizer state and of the process itself."""
-        return self.host_bytes + PROCESS_HOST_BYTES
+        """Of optimizer state and of a save: what is held against the profile's host memory."""
+        return self.host_bytes + SAVE_HOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All stages of a run; problems: one sentence each for what does not fit, empty if the run fits."""
+    """All stages of a run, with so many ranks on each host.
+
+    problems: one sentence each for what does not fit, empty if the run fits.
+    """
 
     run: RunShape
     profile: HardwareProfile
+    ranks_per_host: int
     compute: ComputeSeconds
     stages: tuple[StageForecast, ...]
     problems: tuple[str, ...]
@@ -78,10 +82,6 @@ class Forecast:
     @property
     def iteration_seconds(self) -> float:
         return self.slowest.iteration_seconds
-
-    @property
-    def ranks_per_host(self) -> int:
-        return ranks_per_host(self.run.parallel.world_size, self.profile)
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -96,36 +96,52 @@ class Forecast:
         return any(place is not Place.RESIDENT for stage in self.stages for place in stage.choice.placement)
 
 
-def ranks_per_host(world_size: int, profile: HardwareProfile) -> int:
-    """Ranks that share one host: one per GPU; fewer where hosts could not all have as many."""
+def ranks_per_host(world_size: int, profile: HardwareProfile, local_ranks: int | None = None) -> int:
+    """Ranks that share one host: one per GPU; fewer where hosts could not all have as many.
+
+    local_ranks: started on this host, if known: what counts where the profile has no GPUs.
+    """
+    if local_ranks is not None and profile.num_gpus == 0:
+        return min(world_size, local_ranks)
     num_gpus = max(1, profile.num_gpus)
     return next(count for count in range(min(world_size, num_gpus), 0, -1) if world_size % count == 0)
 
 
+def host_share_bytes(profile: HardwareProfile, ranks: int) -> int:
+    """Host memory of each of `ranks` ranks on a host; 0 where the profile does not know it."""
+    return profile.host_memory_bytes // ranks
+
+
 @lru_cache(maxsize=16)  # a report, its costs and its table of strategies ask for the same one
-def forecast(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> Forecast:
-    """Choose and simulate every pipeline stage.
+def forecast(
+    run: RunShape, config: OffloadConfig, profile: HardwareProfile, local_ranks: int | None = None
+) -> Forecast:
+    """Choose and simulate every pipeline stage. local_ranks: as `ranks_per_host` takes it.
 
     Raises ValueError when a choice itself cannot be made, or weights and gradients alone are more than a GPU has.
     """
-    check_weights_fit(run, profile)
-    compute = compute_seconds(run, profile)
-    stages = tuple(_stage(run, config, profile, compute, rank) for rank in range(run.parallel.pipeline))
-    return Forecast(run, profile, compute, stages, _problems(stages, run, profile))
+    problem = weights_problem(run, profile)
+    if problem is not None:
+        raise ValueError(problem)
+    compute, ranks = compute_seconds(run, profile), ranks_per_host(run.parallel.world_size, profile, local_ranks)
+    stages = tuple(_stage(run, config, profile, ranks, compute, rank) for rank in range(run.parallel.pipeline))
+    problems = (*_gpu_problems(stages, profile), *_host_problems(stages, host_share_bytes(profile, ranks)))
+    return Forecast(run, profile, ranks, compute, stages, problems)
 
 
-def check_weights_fit(run: RunShape, profile: HardwareProfile) -> None:
-    """Raise ValueError where a GPU cannot even hold a rank's weights and gradients. Costs nothing at any model size."""
+def weights_problem(run: RunShape, profile: HardwareProfile) -> str | None:
+    """A sentence where a GPU cannot even hold a rank's weights and gradients. Costs nothing at any model size."""
     least = sum(least_model_bytes(run))
+    if least <= (usable_gpu_bytes(profile) or _LARGEST_GPU_BYTES):
+        return None
     if profile.gpu_memory_bytes:
-        limit = f"{format_bytes(usable_gpu_bytes(profile))} of a {profile.name} GPU are usable"
+        limit = f"{format_bytes(usable_gpu_bytes(profile))} of a single {profile.name} GPU are usable"
     else:
         limit = f"no GPU has {format_bytes(_LARGEST_GPU_BYTES)}"
-    if least > (usable_gpu_bytes(profile) or _LARGEST_GPU_BYTES):
-        raise ValueError(
-            f"weights and gradients of a rank alone need {format_bytes(least)} of GPU memory, but {limit}: use more "
-            "tensor- or pipeline-parallel ranks, or a smaller model"
-        )
+    return (
+        f"weights and gradients of a rank alone need {format_bytes(least)} of GPU memory, but {limit}: use more "
+        "tensor- or pipeline-parallel ranks, or a smaller model"
+    )
 
 
 def usable_gpu_bytes(profile: HardwareProfile) -> int:
@@ -134,13 +150,17 @@ def usable_gpu_bytes(profile: HardwareProfile) -> int:
 
 
 def _stage(
-    run: RunShape, config: OffloadConfig, profile: HardwareProfile, compute: ComputeSeconds, pipeline_rank: int
+    run: RunShape,
+    config: OffloadConfig,
+    profile: HardwareProfile,
+    ranks: int,
+    compute: ComputeSeconds,
+    pipeline_rank: int,
 ) -> StageForecast:
     shards = run.buffers(pipeline_rank).shards(run.param_bytes, run.grad_bytes)
     wanted = config.offload_subgroup_numel
     numel = auto_subgroup_numel(sum(s.numel for s in shards)) if wanted == "auto" else wanted
     layout = build_layout(shards, numel)
-    ranks = ranks_per_host(run.parallel.world_size, profile)
     model = model_bytes(run, pipeline_rank)
     total = profile.gpu_memory_bytes
     left = state_budget_bytes(total - model.weights - model.gradients, total, working_bytes(model))
@@ -151,7 +171,7 @@ def _stage(
         left,
         device_budget_bytes=budget_bytes(config.offload_device_budget_gib),
         spare_device_bytes=left if total else None,
-        host_limit_bytes=_host_state_limit(config, profile, ranks),
+        host_limit_bytes=_host_state_limit(config, host_share_bytes(profile, ranks)),
         can_split=run.is_bf16,
         num_ranks=ranks,
         may_move=True,
@@ -166,17 +186,13 @@ def budget_bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
 
 
-def _host_state_limit(config: OffloadConfig, profile: HardwareProfile, ranks: int) -> int | None:
-    """Bytes of state that a rank may keep on the host: the budget, or what the process itself leaves; None: unknown."""
+def _host_state_limit(config: OffloadConfig, share: int) -> int | None:
+    """Bytes of state that a rank may keep on the host: the budget, or its share less a save; None: unknown."""
     budget = budget_bytes(config.offload_host_budget_gib)
-    if not profile.host_memory_bytes:
+    if not share:
         return budget
-    share = max(0, profile.host_memory_bytes // ranks - PROCESS_HOST_BYTES)
-    return share if budget is None else min(budget, share)
-
-
-def _problems(stages: tuple[StageForecast, ...], run: RunShape, profile: HardwareProfile) -> tuple[str, ...]:
-    return (*_gpu_problems(stages, profile), *_host_problems(stages, run, profile))
+    left = max(0, share - SAVE_HOST_BYTES)
+    return left if budget is None else min(budget, left)
 
 
 def _gpu_problems(stages: tuple[StageForecast, ...], profile: HardwareProfile) -> tuple[str, ...]:
@@ -188,18 +204,17 @@ def _gpu_problems(stages: tuple[StageForecast, ...], profile: HardwareProfile) -
         advice = "lower --offload-resident-fraction or add --interleaved-offload, or " + advice
     return (
         f"a rank of pipeline stage {fullest.pipeline_rank} needs {format_bytes(fullest.gpu_bytes)} of GPU memory, but "
-        f"{format_bytes(usable)} of a {profile.name} GPU are usable: {advice}",
+        f"{format_bytes(usable)} of a single {profile.name} GPU are usable: {advice}",
     )
 
 
-def _host_problems(stages: tuple[StageForecast, ...], run: RunShape, profile: HardwareProfile) -> tuple[str, ...]:
-    """The choice kept state within the limit: what may be left is a process that has no room at all."""
+def _host_problems(stages: tuple[StageForecast, ...], share: int) -> tuple[str, ...]:
+    """The choice kept state within the limit: what may be left is a save that has no room at all."""
     need = max(stage.total_host_bytes for stage in stages)
-    share = profile.host_memory_bytes // ranks_per_host(run.parallel.world_size, profile)
-    if profile.host_memory_bytes == 0 or need <= share:
+    if share == 0 or need <= share:
         return ()
     return (
-        f"a rank needs {format_bytes(need)} of host memory, {format_bytes(PROCESS_HOST_BYTES)} of it for its process, "
+        f"a rank needs {format_bytes(need)} of host memory, {format_bytes(SAVE_HOST_BYTES)} of it for a save, "
         f"but this rank has {format_bytes(share)}: use hosts with more memory, or fewer ranks on each",
     )
 
@@ -217,13 +232,19 @@ class DryRun(NamedTuple):
     fits: bool
 
 
-def dry_run_report(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> DryRun:
-    """Describe a run before anything is allocated: bytes, placement and predicted times of every pipeline stage."""
-    lines = _describe_run(run, profile)
+def dry_run_report(
+    run: RunShape, config: OffloadConfig, profile: HardwareProfile, local_ranks: int | None = None
+) -> DryRun:
+    """Describe a run before anything is allocated: bytes, placement and predicted times of every pipeline stage.
+
+    local_ranks: as `ranks_per_host` takes it.
+    """
+    ranks = ranks_per_host(run.parallel.world_size, profile, local_ranks)
+    lines = _describe_run(run, profile, ranks)
     try:
-        result = forecast(run, config, profile)
+        result = forecast(run, config, profile, local_ranks)
     except ValueError as error:
-        return DryRun([*lines, *_known_before(run, profile), f"does not fit: {error}"], False)
+        return DryRun([*lines, *_known_before(run, profile, ranks), f"does not fit: {error}"], False)
     for stage in result.stages:
         lines += describe_stage(stage, result)
     lines += [_describe_recomputation(run), *_describe_time(result)]
@@ -239,21 +260,19 @@ def _verdict(profile: HardwareProfile) -> str:
     return f"{known}not checked: {unknown}, which hardware profile {profile.name} does not know"
 
 
-def _known_before(run: RunShape, profile: HardwareProfile) -> list[str]:
+def _known_before(run: RunShape, profile: HardwareProfile, ranks: int) -> list[str]:
     """Bytes that no placement changes, where none was found."""
     weights, gradients = least_model_bytes(run)
     lines = [f"GPU bytes of a rank: at least weights {format_bytes(weights)} and gradients {format_bytes(gradients)}"]
     if profile.gpu_memory_bytes:
         lines[0] += f" of {format_bytes(usable_gpu_bytes(profile))}"
     if profile.host_memory_bytes:
-        share = profile.host_memory_bytes // ranks_per_host(run.parallel.world_size, profile)
-        lines.append(
-            f"host bytes for a rank: {format_bytes(share)}, {format_bytes(PROCESS_HOST_BYTES)} of them for its process"
-        )
+        share = format_bytes(host_share_bytes(profile, ranks))
+        lines.append(f"host bytes for a rank: {share}, {format_bytes(SAVE_HOST_BYTES)} of them for a save")
     return lines
 
 
-def _describe_run(run: RunShape, profile: HardwareProfile) -> list[str]:
+def _describe_run(run: RunShape, profile: HardwareProfile, ranks: int) -> list[str]:
     p = run.parallel
     virtual = f" x {p.virtual} virtual" if p.virtual > 1 else ""
     estimate = "; an ESTIMATE, expect large errors" if profile.is_estimate else ""
@@ -263,8 +282,7 @@ def _describe_run(run: RunShape, profile: HardwareProfile) -> list[str]:
         f"model: {size} parameters, {run.model.num_layers} layers, sequence "
         f"{run.seq_length}, micro-batch {run.micro_batch_size}, global batch {run.global_batch_size}",
         _describe_kind(run),
-        f"ranks: {p.world_size} = tensor {p.tensor} x pipeline {p.pipeline}{virtual} x data {p.data}, "
-        f"{ranks_per_host(p.world_size, profile)} per host",
+        f"ranks: {p.world_size} = tensor {p.tensor} x pipeline {p.pipeline}{virtual} x data {p.data}, {ranks} per host",
         f"hardware: {profile.name}, {profile.source} ({profile.date}){estimate}",
     ]
 
@@ -292,7 +310,7 @@ def describe_stage(stage: StageForecast, result: Forecast) -> list[str]:
     device, host = choice.device_bytes, choice.host_bytes
     # A profile of a machine without a GPU knows no limits.
     gpu_limit = f" of {format_bytes(usable_gpu_bytes(profile))}" if profile.gpu_memory_bytes else " (limit unknown)"
-    per_rank = profile.host_memory_bytes // result.ranks_per_host
+    per_rank = host_share_bytes(profile, result.ranks_per_host)
     host_limit = f"of {format_bytes(per_rank)}" if per_rank else "(limit unknown)"
     return [
         where + describe_choice(choice, stage.layout),
@@ -305,8 +323,9 @@ def describe_stage(stage: StageForecast, result: Forecast) -> list[str]:
         f"{format_bytes(host.master)}, exp_avg {format_bytes(host.exp_avg)}, exp_avg_sq "
         f"{format_bytes(host.exp_avg_sq)}, gradients {format_bytes(host.grad)}, outgoing weights "
         f"{format_bytes(host.weight)}, page rounding {format_bytes(host.rounding)}, reserve for a lower GPU share "
-        f"{format_bytes(host.reserve)}; with {format_bytes(PROCESS_HOST_BYTES)} of its process "
-        f"{format_bytes(stage.total_host_bytes)} {host_limit}",
+        f"{format_bytes(host.reserve)}; with {format_bytes(SAVE_HOST_BYTES)} for a save "
+        f"{format_bytes(stage.total_host_bytes)} {host_limit}, and {format_bytes(PROCESS_HOST_BYTES)} of its process "
+        "beside that limit",
     ]
 
 

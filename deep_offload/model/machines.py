@@ -295,9 +295,17 @@ def planning_profile(name_or_path: str | None) -> tuple[HardwareProfile, str]:
     )
 
 
-_WITHOUT_BF16 = re.compile(r"\b(v100|p100|tesla t4|titan v)(?![0-9])", re.IGNORECASE)
+_WITHOUT_BF16 = re.compile(
+    r"\b([vp]100|t4|t[46]00|t1[02]00|tesla [kmp][0-9]+|titan|gtx|quadro|rtx 20[5-8]0)(?![0-9])", re.IGNORECASE
+)
+"""GPUs before Ampere: Turing (T4, Quadro RTX), Volta, Pascal and older."""
+
+
+def accelerator_of(profile: HardwareProfile) -> str:
+    """The GPU that was measured, as its driver names it; the name of a profile that nobody measured."""
+    return profile.fingerprint.rpartition(" / ")[2] or profile.name
 
 
 def has_bf16(profile: HardwareProfile) -> bool:
     """Whether the profile's GPU computes in bf16; older ones are known by name."""
-    return _WITHOUT_BF16.search(f"{profile.name} {profile.fingerprint}") is None
+    return _WITHOUT_BF16.search(accelerator_of(profile)) is None

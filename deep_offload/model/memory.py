@@ -28,11 +28,15 @@ while a piece is cast: half as many elements cost it 6 % of its rate on an H200.
 pinned memory is 2 % slower than cast and copy.)"""
 
 
-PROCESS_HOST_BYTES = int(1.8 * (1 << 30)) + (1 << 30)
-"""Host bytes of a rank besides optimizer state. The process itself, with torch and the CUDA context: the 1.8 GiB peak
-of runs without offload on an H200 (docs/performance.md, "Iteration of a 3.48 B model"), as much as peaks of offloading
-runs lie above their state. A save: at most 8 boxes of 128 MiB (tests/checkpoint/test_memory.py). A whole fine-tuning of
-7 B with saves took 2.35 GiB beside its state. NCCL's buffers and large tokenizers are not in it."""
+PROCESS_HOST_BYTES = int(1.8 * (1 << 30))
+"""Host bytes of a rank's process, with torch and the CUDA context: the 1.8 GiB peak of runs without offload on an H200
+(docs/performance.md, "Iteration of a 3.48 B model"), as much as peaks of offloading runs lie above their state. NCCL's
+buffers and large tokenizers are not in it. Not held against a profile's host memory, which was measured by such a
+process: it is the limit less what was in use."""
+
+SAVE_HOST_BYTES = 1 << 30
+"""Host bytes that a save adds: at most 8 boxes of 128 MiB (tests/checkpoint/test_memory.py). A whole fine-tuning of 7 B
+with saves took 2.35 GiB beside its state, process and save together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.dry_run import Forecast, check_weights_fit, forecast, ranks_per_host
+from deep_offload.model.dry_run import Forecast, forecast, ranks_per_host, usable_gpu_bytes, weights_problem
 from deep_offload.model.gpt import GPTShape, ParallelShape
 from deep_offload.model.hardware import HardwareProfile
-from deep_offload.model.residency import GPU_MEMORY_SHARE
 from deep_offload.model.run import RecomputeShape, RunShape, model_bytes
 
 STATE_BYTES_PER_PARAM = 12
@@ -35,11 +34,11 @@ _WORTH_A_WORD = 1.02
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One strategy's forecast; problem: why it does not fit, or empty. result is None when no placement exists."""
+    """One strategy's forecast; problems: why it does not fit, or empty. result is None when no placement exists."""
 
     name: str
     result: Forecast | None
-    problem: str
+    problems: tuple[str, ...]
 
 
 def alternatives(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
@@ -50,7 +49,7 @@ def alternatives(run: RunShape, config: OffloadConfig, profile: HardwareProfile)
 def free_gpu_bytes(run: RunShape, profile: HardwareProfile) -> int:
     """Whole GiB of a GPU that weights, gradients and activations leave on the fullest pipeline stage."""
     fullest = max(model_bytes(run, rank).total for rank in range(run.parallel.pipeline))
-    return max(0, int(GPU_MEMORY_SHARE * profile.gpu_memory_bytes - fullest) // 2**30 * 2**30)
+    return max(0, (usable_gpu_bytes(profile) - fullest) // 2**30 * 2**30)
 
 
 def _with(config: OffloadConfig, changes: dict[str, object]) -> OffloadConfig:
@@ -63,14 +62,15 @@ def _alternative(name: str, run: RunShape, config: OffloadConfig, profile: Hardw
     try:
         result = forecast(run, config, profile)
     except ValueError as error:
-        return Alternative(name, None, str(error))
-    return Alternative(name, result, "; ".join(result.problems))
+        return Alternative(name, None, (str(error),))
+    return Alternative(name, result, result.problems)
 
 
 def other_cuts(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
     """Forecast the run on twice the GPUs, data-parallel, and with twice and half the tensor parallelism.
 
-    Cuts that the model or the host does not allow are left out. Each data-parallel rank keeps its micro-batches.
+    On as many GPUs the global batch stays, on twice the GPUs it doubles. Cuts that the model, the host or the batch
+    does not allow are left out.
     """
     p, found = run.parallel, []
     cuts = [replace(p, data=2 * p.data)]
@@ -79,22 +79,22 @@ def other_cuts(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -
     if p.tensor % 2 == 0:
         cuts.append(replace(p, tensor=p.tensor // 2, data=2 * p.data))
     for cut in cuts:
+        batch = run.global_batch_size * cut.world_size // p.world_size
         try:
             cut.check(run.model)
+            other = replace(run, parallel=cut, global_batch_size=batch)  # checks that the batch divides
         except ValueError:
             continue
-        batch = run.num_micro_batches * run.micro_batch_size * cut.data
         name = f"{cut.world_size} GPUs: tensor {cut.tensor} x pipeline {cut.pipeline} x data {cut.data}"
-        found.append(_alternative(name, replace(run, parallel=cut, global_batch_size=batch), config, profile))
+        found.append(_alternative(name, other, config, profile))
     return tuple(found)
 
 
 def faster_cut(result: Forecast, cuts: Sequence[Alternative]) -> Alternative | None:
-    """The cut of the same GPUs that fits and trains the most tokens per second, where it beats the run's own layout."""
-    gpus = result.run.parallel.world_size
-    found = [
-        cut for cut in cuts if cut.result is not None and not cut.problem and cut.result.run.parallel.world_size == gpus
-    ]
+    """The cut of the same GPUs and batch that fits and trains fastest, where it beats the run's own layout."""
+    own = (result.run.parallel.world_size, result.run.global_batch_size)
+    fitting = [cut for cut in cuts if cut.result is not None and not cut.problems]
+    found = [cut for cut in fitting if (cut.result.run.parallel.world_size, cut.result.run.global_batch_size) == own]
     best = max(found, key=lambda cut: cut.result.tokens_per_s_per_gpu, default=None)
     if best is None or best.result.tokens_per_s_per_gpu <= _WORTH_A_WORD * result.tokens_per_s_per_gpu:
         return None
@@ -135,11 +135,9 @@ def first_fitting(run: RunShape, num_gpus: int, config: OffloadConfig, profile: 
 
 def fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
     """Whether the run fits with its settings; where the share is free, with everything streamed (least host bytes)."""
-    usable = GPU_MEMORY_SHARE * profile.gpu_memory_bytes
-    try:
-        check_weights_fit(run, profile)  # first of all: it costs nothing, whatever the number of layers
-    except ValueError:
-        return False
+    if weights_problem(run, profile) is not None:
+        return False  # first of all: it costs nothing, whatever the number of layers
+    usable = usable_gpu_bytes(profile)
     if profile.gpu_memory_bytes and any(model_bytes(run, r).total > usable for r in range(run.parallel.pipeline)):
         return False  # cheap: no placement can help
     if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
@@ -160,15 +158,24 @@ def fewest_gpus(run: RunShape, config: OffloadConfig, profile: HardwareProfile, 
     return None
 
 
-def largest_model(run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile) -> RunShape | None:
-    """The run's model with as many layers as fit on `num_gpus`, or None if not even one does."""
+def largest_model(
+    run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile, *, is_cut: bool = False
+) -> RunShape | None:
+    """The run's model with as many layers as fit on `num_gpus`, or None if not even one does.
 
-    def with_layers(layers: int) -> RunShape | None:
-        shape: GPTShape = replace(run.model, num_layers=layers)
-        return first_fitting(replace(run, model=shape), num_gpus, config, profile)
+    is_cut: layout and recomputation stay as they are, with as many layers on every pipeline rank.
+    """
+    step = run.parallel.pipeline if is_cut else 1
+
+    def with_layers(count: int) -> RunShape | None:
+        shape: GPTShape = replace(run.model, num_layers=count * step)
+        wanted = replace(run, model=shape)
+        if is_cut:
+            return wanted if fits(wanted, config, profile) else None
+        return first_fitting(wanted, num_gpus, config, profile)
 
     best, low, high = None, 0, 8
-    while (found := with_layers(high)) is not None and high < 4096:
+    while (found := with_layers(high)) is not None and high * step < 4096:
         best, low, high = found, high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2

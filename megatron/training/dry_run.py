@@ -23,7 +23,7 @@ def dry_run(config: TrainingConfig) -> DryRun:
     ranks = find_ranks(os.environ).local_world_size
     given = config.offload.offload_profile
     profile, line = training_profile(given, machine, ranks, None if threads == "auto" else threads)
-    report = dry_run_report(run_shape(_with_vocab(config)), config.offload, profile)
+    report = dry_run_report(run_shape(_with_vocab(config)), config.offload, profile, ranks)
     return DryRun([line, *report.lines], report.fits)
 
 

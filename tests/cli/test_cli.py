@@ -66,7 +66,7 @@ def test_plan_of_a_run_that_does_not_fit(capsys):
     """Exit code 2, bytes needed and there, and where it would fit."""
     code, out, _ = run(capsys, "plan", "--model", "20b", "--profile", "h200", "--no-alternatives", *OFFLOADED)
     assert code == 2
-    assert "of host memory, but this rank has 122.20 GiB" in out and "it would fit on 2 GPU(s)" in out
+    assert "of host memory, but this rank has 124.00 GiB" in out and "it would fit on 2 GPU(s)" in out
     assert "pretrain_gpt.py" not in out
 
 
@@ -136,10 +136,20 @@ NONSENSE = [
     (("plan", "--model", "7b", "--tie-embeddings"), "--model 7b already sets --tie-embeddings"),
     (("plan", "--model", "7b", "--no-swiglu"), "--model 7b already sets --swiglu"),
     (("plan", "--model", "7b", "--grad-buffer", "fp16"), "--grad-buffer is 'fp16', allowed are bf16 and fp32"),
-    (("plan", "--model", "7b", "--bf16", "--profile", "v100x8"), "--bf16 is not what a v100x8 GPU computes in"),
+    (("plan", "--model", "7b", "--bf16", "--profile", "v100x8"), "but v100x8 does not compute in bf16: use --fp16"),
     (("plan", *SIZES, "--num-layers", "0"), "--num-layers is 0"),
     (("plan", *SIZES, "--num-layers", "10001"), "--num-layers is 10001, allowed are numbers from 1 to 10000"),
     (("plan", *SIZES, "--ffn-hidden-size", "0"), "--ffn-hidden-size is 0"),
+    (("plan", *SIZES, "--hidden-size", "8"), "--ffn-hidden-size is not given, and 8/3 of --hidden-size 8 in multiples"),
+    (("plan", *SIZES, "--fp16", "--offload-split-master", "on"), "but --fp16 was given: drop --fp16 or leave it at"),
+    (
+        ("plan", "--model", "7b", "--gpus", "auto", "--profile", "v100x8", "--offload-split-master", "on"),
+        "--offload-split-master on needs bf16 parameters, but v100x8 computes in fp16: leave it at auto or off",
+    ),
+    (
+        ("plan", "--model", "7b", "--grad-buffer", "fp32", "--offload-grad-wire", "param"),
+        "but --grad-buffer is fp32: drop --grad-buffer or leave the wire at auto",
+    ),
     (("plan", *SIZES, "--num-query-groups", "3"), "--num-attention-heads 8 is not a multiple of --num-query-groups 3"),
     (("plan", *SIZES, "--max-position-embeddings", "9"), "--max-position-embeddings 9 is for learned positions"),
     (("simulate", "--model", "7b", "--largest"), "--largest is a question for `plan`"),

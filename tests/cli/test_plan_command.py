@@ -13,8 +13,10 @@ import pytest
 
 from deep_offload.cli import _build_parser, main, offload_config
 from deep_offload.cli_command import PLACEHOLDERS
-from deep_offload.cli_plan import layout_of
+from deep_offload.cli_plan import _short, layout_of
 from deep_offload.cli_request import request_from
+from deep_offload.config import OffloadConfig
+from deep_offload.model.dry_run import dry_run_report
 from deep_offload.model.hardware import profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES, load_profile
 from megatron.training.arguments import build_config
@@ -55,6 +57,8 @@ CASES = [
     "--model 70b --gpus 8 --profile h100x8 --recompute selective --grad-buffer fp32 --tensor-model-parallel-size 8",
     "--model 7b --gpus 8 --profile v100x8",
     "--model 1b --profile h200 --fp16 --grad-buffer fp32",
+    "--model 1b --profile h200 --offload-split-master off",
+    "--model 1b --profile h200 --offload-device-budget-gib 40 --offload-subgroup-numel 1000000",
     f"{SIZES} --profile h200 --no-swiglu --normalization LayerNorm --add-bias-linear --tie-embeddings "
     "--position-embedding-type learned_absolute --max-position-embeddings 4096",
     f"{SIZES} --profile h200 --num-query-groups 2 --kv-channels 32 --position-embedding-type none",
@@ -76,11 +80,16 @@ def test_the_command_is_the_planned_run(capsys, words):
     config = build_config(got[start + 1 :], world_size=run.parallel.world_size)
     assert run_shape(config) == run
     assert config.model.attention_dropout == config.model.hidden_dropout == 0
-    placed = next(line for line in out.splitlines() if " subgroups of at most" in line)
-    assert config.offload.interleaved_offload == (" 0 on the CPU, 0 streamed" not in placed)
+    lines = out.splitlines()
+    placed = next(line for line in lines if " subgroups of at most" in line)
+    is_changed = request.config != OffloadConfig(interleaved_offload=True)
+    assert config.offload.interleaved_offload == (" 0 on the CPU, 0 streamed" not in placed or is_changed)
     if config.offload.interleaved_offload:
         given = replace(request.config, offload_num_slots=config.offload.offload_num_slots)
         assert config.offload == given
+    # Its own dry run, by the same rates, counts the same bytes.
+    again = [line for line in dry_run_report(run_shape(config), config.offload, profile).lines if " bytes of a" in line]
+    assert again and again == [line for line in lines if " bytes of a" in line]
     ranks = run.parallel.world_size
     if ranks > 1:
         nodes = int(got[got.index("--nnodes") + 1]) if "--nnodes" in got else 1
@@ -94,21 +103,91 @@ def test_the_length_follows_from_the_tokens(capsys):
 
 
 def test_a_faster_cut_is_said(capsys):
-    """Columns of batch and tokens per second, and a line where another cut of the same GPUs is faster per token."""
+    """Columns of batch and tokens per second, and a line where another cut of the same GPUs and batch is faster."""
     code, out = plan(capsys, "--model 20b --gpus 4 --profile h100x4")
     assert code == 0 and out.count("batch  tokens/s/GPU") == 2
-    (line,) = [line for line in out.splitlines() if line.startswith("faster per token")]
-    assert "4 GPUs: tensor 2 x pipeline 1 x data 2, 2792 instead of 1702 tokens/s/GPU" in line
+    (line,) = [line for line in out.splitlines() if line.startswith("faster than")]
+    assert "4 GPUs: tensor 2 x pipeline 1 x data 2, 3387 instead of 1702 tokens/s/GPU" in line
     assert "communication inside its layers (tensor parallel) is not counted" in line
-    assert "needs 109.09 GiB of GPU memory, but 76.00 GiB of a h100x4 GPU are usable" in out
+    assert "needs 109.09 GiB of GPU memory, but 76.00 GiB of a single h100x4 GPU are usable" in out
     _, out = plan(capsys, "--model 20b --gpus 4 --profile h100x4 --tensor-model-parallel-size 2")
-    assert "faster per token" not in out
+    assert "faster than" not in out
+
+
+ADVISED = [
+    "--model 20b --gpus 4 --profile h100x4",
+    "--model 20b --gpus 4 --profile h100x4 --global-batch-size 8",
+    "--model 20b --gpus 8 --profile h100x8 --recompute full --global-batch-size 16",
+    "--model 13b --gpus 8 --profile v100x8",
+]
+NOT_ADVISED = [
+    "--model 7b --gpus 4 --profile h100x4 --tensor-model-parallel-size 2 --global-batch-size 4",
+    "--model 7b --gpus 4 --profile h100x4 --tensor-model-parallel-size 2 --global-batch-size 2",
+]
+
+
+@pytest.mark.parametrize("words", ADVISED + NOT_ADVISED)
+def test_the_advised_flags_are_faster(capsys, words):
+    """A plan with the advised flags has the same GPUs and batch and a shorter iteration; nothing else is advised."""
+
+    def facts(out: str) -> tuple[str, str, float]:
+        batch, ranks = out.split("global batch ")[1].split()[0], out.split("ranks: ")[1].split()[0]
+        iteration = float(out.split("predicted iteration: ")[1].split(" ms")[0])
+        return batch, ranks, iteration
+
+    _, out = plan(capsys, words)
+    found = [line for line in out.splitlines() if line.startswith("faster than")]
+    if words in NOT_ADVISED:
+        rows = [line.split(" ms ")[-1].split()[0] for line in out.splitlines() if line.startswith("4 GPUs:")]
+        assert not found and rows and set(rows) == {words.split()[-1]}, "rows of the same GPUs have the run's own batch"
+        assert "no strategy is faster" in out and "nothing is faster" not in out
+        return
+    flags = found[0].rsplit("(", 1)[1].rstrip(")").split()
+    model = words.split()[:2] + words[words.index("--profile") :].split()[:2]
+    code, again = plan(capsys, " ".join([*model, *flags, "--no-alternatives"]))
+    assert code == 0 and facts(again)[:2] == facts(out)[:2] and facts(again)[2] < facts(out)[2]
+
+
+def test_the_deepest_model_as_cut(capsys):
+    """--largest keeps given parallel sizes and recomputation, and says what the tokens cost."""
+    words = "--model 8b --gpus 8 --profile h100x8 --largest --tokens 1e9"
+    code, out = plan(capsys, f"{words} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2")
+    assert code == 0 and "ranks: 8 = tensor 2 x pipeline 2 x data 2" in out and "1e+09 tokens: " in out
+    code, full = plan(capsys, f"{words} --recompute full")
+    assert code == 0 and "ranks: 8 = tensor 1 x pipeline 1 x data 8" in full
+    assert "--recompute-granularity full" in full and "--recompute-granularity" not in out
+    code, out = plan(capsys, f"{words} --pipeline-model-parallel-size 8 --seq-length 4000000")
+    assert code == 2 and "drop the parallel sizes and --recompute, or narrow the model" in out
+
+
+def test_gpus_that_do_not_fill_hosts(capsys):
+    """Eleven GPUs of hosts with eight are eleven hosts, which is said."""
+    _, out = plan(capsys, "--model 7b --gpus 11 --profile h100x8 --no-alternatives")
+    assert "--gpus 11 does not fill hosts of 8 GPUs: planned on 11 hosts with 1 GPU(s) each" in out
+    for gpus in (4, 8, 16):
+        assert "does not fill" not in plan(capsys, f"--model 7b --gpus {gpus} --profile h100x8 --no-alternatives")[1]
+
+
+def test_all_problems_stand_in_a_row():
+    """The advice is cut off, a second problem is not."""
+    assert _short(("a needs 2: do b", "c needs 3: do d")) == "does not fit: a needs 2; c needs 3"
+
+
+def test_a_measured_machine_without_bf16(capsys, tmp_path):
+    """The accelerator is named, not the host that was measured."""
+    values = dict(name="node7", fingerprint="Xeon / 8 cores / 8 x 7 threads / Tesla V100-SXM2-32GB 32 GiB x 8")
+    path = tmp_path / "node7.json"
+    path.write_text(profile_to_json(replace(BUILT_IN_PROFILES["v100x8"], **values)))
+    _, out = plan(capsys, f"--model 7b --gpus 8 --profile {path} --no-alternatives")
+    assert "\nTesla V100-SXM2-32GB 32 GiB x 8 does not compute in bf16: planned with --fp16" in out
+    assert main(f"plan --model 7b --bf16 --profile {path}".split()) == 2
+    assert "but Tesla V100-SXM2-32GB 32 GiB x 8 does not compute in bf16" in capsys.readouterr().err
 
 
 def test_a_machine_without_bf16(capsys):
     """A V100 is planned in fp16, which the first lines and the command say."""
     code, out = plan(capsys, "--model 7b --gpus 8 --profile v100x8 --no-alternatives")
-    assert code == 0 and "a v100x8 GPU does not compute in bf16: planned with --fp16" in out
+    assert code == 0 and "v100x8 does not compute in bf16: planned with --fp16" in out
     assert "fp16 parameters, fp16 gradient buffer" in out and "full master" in out and "--bf16" not in out
 
 

@@ -117,11 +117,18 @@ def test_planning_takes_the_newest_measured_profile(tmp_path, monkeypatch):
         ("v100x8", "", False),
         ("node7", "Xeon / 8 cores / 1 x 7 threads / Tesla V100-SXM2-32GB 32 GiB x 8", False),
         ("node7", "Xeon / 8 cores / 1 x 7 threads / NVIDIA A100 80 GiB x 8", True),
+        ("v100-login", "Xeon / 8 cores / 1 x 7 threads / NVIDIA A100 80 GiB x 8", True),
+        ("node7", "Xeon P100 / 8 cores / 1 x 7 threads / NVIDIA RTX A6000 48 GiB x 2", True),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / NVIDIA RTX 6000 Ada Generation 48 GiB x 2", True),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / Tesla T4 15 GiB x 1", False),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / NVIDIA T4 15 GiB x 1", False),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / Quadro RTX 6000 24 GiB x 1", False),
+        ("node7", "Xeon / 8 cores / 1 x 7 threads / NVIDIA GeForce RTX 2080 Ti 11 GiB x 1", False),
         ("h200", "", True),
     ],
 )
 def test_gpus_without_bf16(name, fingerprint, has):
-    """A V100 is known by the profile's name or the measured GPU's."""
+    """GPUs before Ampere are known by the measured GPU's name; only unmeasured ones by the profile's."""
     assert has_bf16(replace(H200, name=name, fingerprint=fingerprint)) is has
 
 

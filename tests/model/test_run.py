@@ -11,7 +11,7 @@ from deep_offload.config import OffloadConfig
 from deep_offload.model.dry_run import dry_run_report, forecast, ranks_per_host
 from deep_offload.model.gpt import NAMED_SHAPES, GPTShape, ParallelShape, chunk_params, named_shape, padded_to
 from deep_offload.model.machines import BUILT_IN_PROFILES
-from deep_offload.model.memory import PROCESS_HOST_BYTES, format_bytes
+from deep_offload.model.memory import SAVE_HOST_BYTES, format_bytes
 from deep_offload.model.planning import (
     alternatives,
     faster_cut,
@@ -195,29 +195,30 @@ def test_dry_run_reports():
     ):
         assert part in text
     lines, ok = dry_run_report(run_of(NAMED_SHAPES["20b"]), OFFLOAD, H200)
-    assert not ok and "of host memory, but this rank has 122.20 GiB" in lines[-1]
-    assert "host bytes for a rank: 125.00 GiB, 2.80 GiB of them for its process" in lines
+    assert not ok and "of host memory, but this rank has 124.00 GiB" in lines[-1]
+    assert "host bytes for a rank: 125.00 GiB, 1.00 GiB of them for a save" in lines
     lines, ok = dry_run_report(run_of(NAMED_SHAPES["20b"], ParallelShape(data=4), grad_bytes=4), OFFLOAD, H100X4)
-    assert not ok and "of GPU memory, but 76.00 GiB of a h100x4 GPU are usable" in lines[-1]
+    assert not ok and "of GPU memory, but 76.00 GiB of a single h100x4 GPU are usable" in lines[-1]
     stages = dry_run_report(run_of(NAMED_SHAPES["7b"], ParallelShape(pipeline=2)), OFFLOAD, H100X4).lines
     assert any(line.startswith("stage 1: host bytes") for line in stages)
     assert "ESTIMATE" in "\n".join(dry_run_report(run_of(), OFFLOAD, BUILT_IN_PROFILES["gh200"]).lines)
 
 
-def test_the_process_counts_on_the_host():
-    """Host memory that state alone fills is too little; state is reported apart from the process."""
+def test_a_save_counts_on_the_host():
+    """Host memory that state alone fills is too little for a save; the process, which the limit lacks, is told only."""
     run = run_of(NAMED_SHAPES["7b"])
     stage = forecast(run, OFFLOAD, H200).stages[0]
-    assert stage.total_host_bytes == stage.host_bytes + PROCESS_HOST_BYTES
+    assert stage.total_host_bytes == stage.host_bytes + SAVE_HOST_BYTES
     least = forecast(run, replace(OFFLOAD, offload_gpu_share=1.0), replace(H200, host_memory_bytes=0)).stages[0]
     state = least.choice.host_bytes.total - least.choice.host_bytes.reserve
-    assert not fits(run, OFFLOAD, replace(H200, host_memory_bytes=state + PROCESS_HOST_BYTES - 1))
-    assert fits(run, OFFLOAD, replace(H200, host_memory_bytes=state + PROCESS_HOST_BYTES))
+    assert not fits(run, OFFLOAD, replace(H200, host_memory_bytes=state + SAVE_HOST_BYTES - 1))
+    assert fits(run, OFFLOAD, replace(H200, host_memory_bytes=state + SAVE_HOST_BYTES))
     (line,) = [line for line in dry_run_report(run, OFFLOAD, H200).lines if line.startswith("host bytes of a rank")]
     assert f"a rank: {format_bytes(stage.host_bytes)} of state" in line
-    assert line.endswith(f"with 2.80 GiB of its process {format_bytes(stage.total_host_bytes)} of 125.00 GiB")
-    tiny = replace(H200, host_memory_bytes=1 << 30)
-    assert "2.80 GiB of it for its process" in "\n".join(dry_run_report(run_of(), AUTO, tiny).lines)
+    total = f"with 1.00 GiB for a save {format_bytes(stage.total_host_bytes)} of 125.00 GiB"
+    assert line.endswith(f"{total}, and 1.80 GiB of its process beside that limit")
+    tiny = replace(H200, host_memory_bytes=1 << 29)
+    assert "1.00 GiB of it for a save" in "\n".join(dry_run_report(run_of(), AUTO, tiny).lines)
     assert not fits(run_of(), AUTO, tiny)
 
 
@@ -274,8 +275,23 @@ def test_what_takes_the_iteration_is_named():
 def test_ranks_of_a_host():
     """As many as it has GPUs; fewer where the hosts could not all have as many, and tensor parallelism stays inside."""
     assert [ranks_per_host(size, H100X8) for size in (1, 6, 8, 12, 16)] == [1, 6, 8, 6, 8]
+    no_gpu = replace(H200, num_gpus=0)
+    assert ranks_per_host(4, no_gpu) == 1 and ranks_per_host(4, no_gpu, 2) == 2 and ranks_per_host(8, H100X8, 2) == 8
     cuts = [run.parallel for run in layouts(run_of(), 12, H100X8)]
     assert {cut.tensor for cut in cuts} == {1, 2} and all(cut.world_size == 12 for cut in cuts)
+
+
+def test_ranks_of_a_host_without_gpus_share_it():
+    """Where the profile has no GPUs the ranks started here count: in words, in bytes, and in the simulation."""
+    profile = replace(H200, num_gpus=0, gpu_memory_bytes=0)
+    run = run_of(parallel=ParallelShape(data=2), global_batch_size=2)
+    alone, both = (dry_run_report(run, OFFLOAD, profile, ranks).lines for ranks in (1, 2))
+    assert any(line.endswith("data 2, 1 per host") for line in alone)
+    assert any(line.endswith("data 2, 2 per host") for line in both)
+    assert any(" of 125.00 GiB, and" in line for line in alone) and any(" of 62.50 GiB, and" in line for line in both)
+    one, two = (forecast(run, replace(OFFLOAD, offload_gpu_share=0.0), profile, ranks) for ranks in (1, 2))
+    update = [result.slowest.choice.predicted_update_seconds for result in (one, two)]
+    assert (one.ranks_per_host, two.ranks_per_host) == (1, 2) and update[1] > 1.2 * update[0]
 
 
 def test_a_faster_cut_is_found():
@@ -286,7 +302,7 @@ def test_a_faster_cut_is_found():
     assert faster is not None and faster.result.run.parallel == ParallelShape(tensor=2, data=2)
     assert faster.result.tokens_per_s_per_gpu > 1.5 * here.tokens_per_s_per_gpu
     assert faster_cut(faster.result, cuts) is None
-    assert faster_cut(here, [replace(faster, problem="too large")]) is None
+    assert faster_cut(here, [replace(faster, problems=("too large",))]) is None
 
 
 def test_budgets_are_honored():
@@ -304,7 +320,7 @@ def test_alternatives_are_ordered_by_physics(shape):
     found = {a.name.split(" (")[0]: a for a in alternatives(run_of(shape), AUTO, H200)}
     seconds = {name: a.result.iteration_seconds for name, a in found.items() if a.result is not None}
     best, nothing = seconds["chosen by the model"], seconds.get("nothing resident")
-    assert found["chosen by the model"].problem == ""
+    assert found["chosen by the model"].problems == ()
     if shape is PEER:
         for name in ("all on the CPU", "stride 2", "stride 3", "stride 4", "all streamed to the GPU"):
             assert nothing <= seconds[name] * 1.001
@@ -312,8 +328,8 @@ def test_alternatives_are_ordered_by_physics(shape):
         assert found["no offload"].result.stages[0].host_bytes == 0
         assert found["nothing resident"].result.stages[0].choice.resident_fraction == 0
     else:  # host memory holds no such model without residents, and the GPU not all of its state
-        assert nothing is None and "host memory" in found["nothing resident"].problem
-        assert "of GPU memory" in found["no offload"].problem
+        assert nothing is None and "host memory" in found["nothing resident"].problems[0]
+        assert "of GPU memory" in found["no offload"].problems[0]
         assert 0 < found["chosen by the model"].result.stages[0].choice.resident_fraction < 1
 
 
@@ -321,10 +337,13 @@ def test_other_cuts():
     """More data-parallel ranks hold less state each, more tensor-parallel ones less of everything; what no host allows
     is left out."""
     run = run_of(parallel=ParallelShape(tensor=2, data=2), global_batch_size=2)
+    assert len(other_cuts(run, OFFLOAD, H100X4)) == 2, "4 data-parallel ranks have no batch of 2"
+    run = replace(run, global_batch_size=4)
     data, tensor, whole = other_cuts(run, OFFLOAD, H100X4)
     here = forecast(run, OFFLOAD, H100X4).stages[0]
     assert [cut.result.run.parallel.world_size for cut in (data, tensor, whole)] == [8, 4, 4]
-    assert data.result.run.global_batch_size == 4 and tensor.name == "4 GPUs: tensor 4 x pipeline 1 x data 1"
+    assert [cut.result.run.global_batch_size for cut in (data, tensor, whole)] == [8, 4, 4]
+    assert tensor.name == "4 GPUs: tensor 4 x pipeline 1 x data 1"
     assert data.result.stages[0].host_bytes < here.host_bytes
     assert tensor.result.stages[0].gpu_bytes < here.gpu_bytes
     assert whole.result is None or whole.result.stages[0].gpu_bytes > here.gpu_bytes
@@ -341,6 +360,11 @@ def test_searches():
     assert largest is not None and fits(largest, OFFLOAD, H200)
     more = replace(largest.model, num_layers=largest.model.num_layers + 1)
     assert first_fitting(replace(largest, model=more), 1, OFFLOAD, H200) is None
+    cut = replace(largest, parallel=ParallelShape(tensor=2, pipeline=4), global_batch_size=3)
+    deepest = largest_model(cut, 8, OFFLOAD, H100X8, is_cut=True)
+    assert deepest is not None and replace(deepest, model=cut.model) == cut and deepest.model.num_layers % 4 == 0
+    more = replace(deepest.model, num_layers=deepest.model.num_layers + 4)
+    assert fits(deepest, OFFLOAD, H100X8) and not fits(replace(deepest, model=more), OFFLOAD, H100X8)
     hopeless = replace(run, model=replace(run.model, hidden_size=1 << 20, ffn_hidden_size=1 << 22))
     assert fewest_gpus(hopeless, OFFLOAD, H200, most=2) is None
 

@@ -83,8 +83,9 @@ def test_it_is_the_fingerprint_of_the_measurement():
     assert not here.is_measured_by(H200)
 
 
-def test_the_dry_run_goes_by_it():
-    """`--dry-run` takes this machine's profile, not the newest; without limits it does not say that the run fits."""
+def test_the_dry_run_goes_by_it(monkeypatch):
+    """`--dry-run` takes this machine's profile, not the newest; without limits it does not say that the run fits.
+    Two ranks of one host without GPUs share it."""
     here = find_this_machine(use_cpu=True)
     keep("mine", fingerprint_of(here.cpu, here.cores, 1, 2, "no GPU"), 0, num_gpus=0, gpu_memory_bytes=0)
     keep("newest", fingerprint_of("Epyc of another kind", 64, 1, 63, GPU), 5)
@@ -94,6 +95,15 @@ def test_the_dry_run_goes_by_it():
         "--offload-cpu-threads 2 --dry-run"
     )
     report = dry_run(build_config(words.split()))
+    assert any(line.endswith("data 1, 1 per host") for line in report.lines)
+    with monkeypatch.context() as patch:
+        for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", "29500")
+        both = dry_run(build_config(words.split(), world_size=2))
+    assert any(line.endswith("data 2, 2 per host") for line in both.lines)
+    assert any(" of 62.50 GiB, and" in line for line in both.lines), "each has half of the host's 125 GiB"
     assert "with 1 x 2 threads, as training takes here" in report.lines[0]
     assert any(line.startswith("hardware: mine, ") for line in report.lines)
     assert report.fits and "fits" not in report.lines and "not checked: GPU memory" in report.lines[-1]

@@ -47,7 +47,11 @@ def test_faster_links_and_memory_are_faster(capsys):
     assert update_ms("--scale-link", "2", "--scale-dram", "2") < 0.6 * before
     _, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--scale-link", "2")
     assert "changed on paper: link x 2" in out and "link 110 GB/s up" in out
-    assert "rates of h200 are those of no real machine: measured by" in out and "estimates, not" not in out
+    assert "rates are those of no real machine, but made from h200: measured by" in out and "estimates, not" not in out
+    _, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--network-gb-per-s", "40")
+    assert "no real machine, but made from h200" in out and "changed on paper: network 40 GB/s a GPU" in out
+    _, out, _ = run(capsys, "--model", "8b", "--profile", "h200", "--scale-link", "1")
+    assert "  rates of h200: measured by this project" in out and "no real machine" not in out
 
 
 def test_the_table_may_be_left_out(capsys):
