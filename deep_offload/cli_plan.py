@@ -42,7 +42,7 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
     if run is None:
         return [nothing_fits()], False
     report = dry_run_report(run, request.config, request.profile)
-    lines = list(report.lines)
+    lines = [*_batch_note(run, request), *report.lines]
     # No table where weights and gradients alone are too much for any strategy.
     if request.show_alternatives and weights_problem(run, request.profile) is None:
         lines += _compared(run, request)
@@ -51,6 +51,17 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
     result = forecast(run, request.config, request.profile)
     lines += costs(result, request.tokens)
     return [*lines, "", *_to_train(result, request)], True
+
+
+def _batch_note(run: RunShape, request: Request) -> list[str]:
+    """Says so where a layout of our choice could not keep the batch that was given."""
+    given, planned = request.run.global_batch_size, run.global_batch_size
+    if not request.is_batch_given or planned == given:
+        return []
+    return [
+        f"planned with --global-batch-size {planned} instead of {given}: only another layout fits, and each of its "
+        "data-parallel ranks keeps its micro-batches"
+    ]
 
 
 def nothing_fits() -> str:
@@ -120,7 +131,7 @@ def _answer_largest(request: Request) -> tuple[list[str], bool]:
         config = replace(config, offload_gpu_share=1.0)
     report, result = dry_run_report(run, config, request.profile), forecast(run, config, request.profile)
     to_train = _to_train(result, replace(request, config=config))
-    return [head, *report.lines, *costs(result, request.tokens), "", *to_train], report.fits
+    return [head, *_batch_note(run, request), *report.lines, *costs(result, request.tokens), "", *to_train], report.fits
 
 
 def _what_would_fit(run: RunShape, request: Request) -> list[str]:

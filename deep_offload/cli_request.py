@@ -64,6 +64,7 @@ class Request:
     gpus: int | None
     is_cut: bool
     is_recompute_given: bool
+    is_batch_given: bool
     tokens: float | None
     largest: bool
     show_alternatives: bool
@@ -144,6 +145,7 @@ def request_from(arguments: argparse.Namespace, config: OffloadConfig, profile: 
         gpus=gpus,
         is_cut=is_cut,
         is_recompute_given=arguments.recompute is not None,
+        is_batch_given=arguments.global_batch_size is not None,
         tokens=tokens,
         largest=arguments.largest,
         show_alternatives=not arguments.no_alternatives,

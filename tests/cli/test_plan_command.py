@@ -160,6 +160,16 @@ def test_the_deepest_model_as_cut(capsys):
     assert code == 2 and "drop the parallel sizes and --recompute, or narrow the model" in out
 
 
+def test_a_batch_that_the_layout_cannot_keep(capsys):
+    """Where only another layout fits, the plan says which batch it is for; nothing is said where it stays."""
+    words = ["plan", "--model", "13b", "--gpus", "8", "--profile", "v100x8", "--no-alternatives"]
+    assert main([*words, "--global-batch-size", "8"]) == 0
+    assert "planned with --global-batch-size 4 instead of 8: only another layout fits" in capsys.readouterr().out
+    for batch in (["--global-batch-size", "8"], []):
+        assert main(["plan", "--model", "7b", "--gpus", "8", "--profile", "h100x8", "--no-alternatives", *batch]) == 0
+        assert "planned with --global-batch-size" not in capsys.readouterr().out
+
+
 def test_gpus_that_do_not_fill_hosts(capsys):
     """Eleven GPUs of hosts with eight are eleven hosts, which is said."""
     _, out = plan(capsys, "--model 7b --gpus 11 --profile h100x8 --no-alternatives")
