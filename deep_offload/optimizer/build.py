@@ -52,8 +52,7 @@ def build_engine(
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
     layout = _layout(shards, config)
-    ranks = ranks or ranks_on_this_node()
-    limits = read_host_limits()
+    ranks, limits = ranks or ranks_on_this_node(), read_host_limits()
     cores = limits.cores / ranks if cores is None else cores
     threads = config.offload_cpu_threads
     num_threads = cpu_update_threads(max(1, int(cores)), 1, device.type == "cuda") if threads == "auto" else threads

@@ -59,5 +59,8 @@ FEW_CPU = wrong(MACHINE, cpu=0.5, up=1.3, down=1.3)
 @contextlib.contextmanager
 def one_rank_moves(_outcome: Any) -> Iterator[None]:
     """The first rank's updates contradict its rates, so that its share changes; the others' are as predicted."""
-    with paper_machine(MACHINE, FEW_CPU, FEW_CPU):
+    # Two ranks, each with the bandwidth of host memory that a single one has, or they would stream everything.
+    bandwidth = 2 * MACHINE.host_dram_bytes_per_s
+    truth, believed = (replace(machine, host_dram_bytes_per_s=bandwidth) for machine in (MACHINE, FEW_CPU))
+    with paper_machine(truth, believed, believed):
         yield
