@@ -109,6 +109,11 @@ def describe(name: str, run: Run) -> str:
     )
 
 
+def file_stem(setting: str) -> str:
+    """A setting's name as part of a file name."""
+    return setting.replace("/", "_").replace(" ", "_")
+
+
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("out/exactness"))
@@ -151,7 +156,7 @@ def main() -> int:
     for name in options.settings.split(","):
         words = f"{MODELS[options.model]} {TRAINING} --train-iters {options.iterations} {SETTINGS[name]} "
         words += f"--lr-warmup-iters {min(10, options.iterations // 5)}"
-        log = options.output / f"{options.model}_{name.replace('/', '_').replace(' ', '_')}.log"
+        log = options.output / f"{options.model}_{file_stem(name)}.log"
         runs[name] = train(program, [*shlex.split(words), *data], log)
         print(describe(name, runs[name]), flush=True)
     first = next(iter(runs.values()))

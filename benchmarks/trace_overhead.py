@@ -24,7 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks import worker
-from benchmarks.exactness import SETTINGS
+from benchmarks.exactness import SETTINGS, file_stem
 from benchmarks.runs import NO_EVALUATION, NUM_SETTLING, TRAINING, spread
 from benchmarks.shapes import SHAPES
 from deep_offload.model.trace import MEASURED, PREDICTED, attributed_share, explained_share
@@ -176,10 +176,6 @@ def attribution_line(name: str, steps: Sequence[Timeline]) -> str:
     )
 
 
-def _file_stem(name: str) -> str:
-    return name.replace("/", "_").replace(" ", "_")
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("out/trace"))
@@ -203,13 +199,13 @@ def main() -> int:
         return train([*common, *shlex.split(words)], options.output / f"{log}.log", options.output / f"{log}.json")
 
     names = SHARES[1:2] if options.smoke else (*SHARES, AUTO)
-    runs = {name: run(name, _file_stem(name), iterations, max(2, iterations - 5)) for name in names}
+    runs = {name: run(name, file_stem(name), iterations, max(2, iterations - 5)) for name in names}
     print("\n".join(HEAD))
     for name, one in runs.items():
         print(prediction_line(name, one))
     for name in names[-2:]:
         with every_other_step_marked(NUM_ALTERNATING * iterations) as spent:
-            longer = run(name, f"{_file_stem(name)}_marks", NUM_ALTERNATING * iterations, 1)
+            longer = run(name, f"{file_stem(name)}_marks", NUM_ALTERNATING * iterations, 1)
         print(overhead_line(name, longer.elapsed, spent))
     traces = runs.items()
     print("\n".join(attribution_line(name, one.steps[MEASURED]) for name, one in traces))

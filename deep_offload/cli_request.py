@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from deep_offload.config import OffloadConfig
 from deep_offload.model.dry_run import ranks_per_host
-from deep_offload.model.gpt import NAMED_SHAPES, GPTShape, ParallelShape, named_shape, padded_to
+from deep_offload.model.gpt import NAMED_SHAPES, SIZES, GPTShape, ParallelShape, named_shape, padded_to
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import BUILT_IN_PROFILES, accelerator_of, has_bf16
 from deep_offload.model.run import RecomputeShape, RunShape
 
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "vocab_size")
 """Without a named model all of these are needed."""
 
 _SHAPE_FLAGS = (
-    *_SIZES,
+    *_NEEDED,
     "ffn_hidden_size",
     "num_query_groups",
     "kv_channels",
@@ -31,12 +31,7 @@ _SHAPE_FLAGS = (
 """A named model sets all of these."""
 
 _COUNTS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
+    *SIZES,
     "vocab_size",
     "max_position_embeddings",
     "tensor_model_parallel_size",
@@ -234,7 +229,7 @@ def _shape(arguments: argparse.Namespace) -> GPTShape:
         if given:
             raise ValueError(f"--model {arguments.model} already sets {_flag(given[0])}: give one of them")
         return shape
-    missing = [_flag(name) for name in _SIZES if getattr(arguments, name) is None]
+    missing = [_flag(name) for name in _NEEDED if getattr(arguments, name) is None]
     if missing:
         raise ValueError(f"the model's shape is incomplete: give --model, or also {', '.join(missing)}")
     heads, hidden = arguments.num_attention_heads, arguments.hidden_size

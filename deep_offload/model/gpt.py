@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+"""Sizes of a shape that have a flag of the same name; each is at least 1."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTShape:
@@ -32,15 +35,7 @@ class GPTShape:
     positions: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "ffn_hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "padded_vocab_size",
-        ):
+        for name in (*SIZES, "padded_vocab_size"):
             _require_positive("--" + name.replace("_", "-"), getattr(self, name))
         if self.num_attention_heads % self.num_query_groups:
             raise ValueError(
