@@ -75,7 +75,7 @@ def train(flags: str, ranks: Ranks, path: Path) -> None:
         "wait_ms": re.findall(r"offload wait \(ms\): (\S+)", text)[NUM_WARM_UP:],
         "digest": "".join(re.findall(r"state digest: (\S+)", text)),
         "placement": "".join(re.findall(r"placement: GPU (share .*?), \d+ slots", text)[:1]),
-        "predicted_ms": "".join(re.findall(r"predicted update: (\S+) ms", text)[:1]),
+        "predicted_ms": float("".join(re.findall(r"predicted update: (\S+) ms", text)[:1]) or 0),
         "seconds": time.perf_counter() - start,
         "peak_host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
@@ -100,8 +100,9 @@ def _observed(seen: dict[str, Any]) -> Iterator[None]:
     def note(self: DeepOffloadOptimizer) -> None:
         if "numel" not in seen or "update_ms" in seen:
             return
-        updates = [t.update_seconds * 1e3 for t in self.timelines() if t.update_spans]
-        seen["update_ms"] = statistics.median(updates) if updates else None
+        updates = [t for t in self.timelines() if t.update_spans]
+        seen["update_ms"] = statistics.median(t.update_seconds * 1e3 for t in updates) if updates else None
+        seen["in_place_ms"] = statistics.median(t.in_place_seconds * 1e3 for t in updates) if updates else None
         seen["state_bytes"] = self.memory_bytes()
         seen["peak_device_bytes"] = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 

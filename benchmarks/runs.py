@@ -281,7 +281,7 @@ def read_ours(folder: Path, text: str) -> Record:
         "state_gib": {k: round(v / 2**30, 2) for k, v in start["state_bytes"].items()},
         "traffic": end["traffic"],
         "train_s": round(end["seconds"], 2),
-        "predicted_update_ms": round((start["predicted"] or {"update_seconds": 0})["update_seconds"] * 1e3, 2),
+        "predicted_in_place_ms": round((start["predicted"] or {"update_seconds": 0})["update_seconds"] * 1e3, 2),
         "times_ms": _median_times(settled),
         "notes": [event["text"] for event in events if event["event"] == "note"][-5:],
     }
@@ -290,6 +290,8 @@ def read_ours(folder: Path, text: str) -> Record:
     if updates:
         seconds = statistics.median(update["seconds"] for update in updates)
         record["update_ms"] = round(seconds * 1e3, 2)
+        in_place = statistics.median(update["in_place_seconds"] for update in updates)
+        record["in_place_ms"] = round(in_place * 1e3, 2)
         record["update_g_per_s"] = round(numel / seconds / 1e9, 3)
         record["bound"] = {"lane": updates[-1]["lane"], "share": round(updates[-1]["share_of_bound"], 3)}
         record["busy"] = {lane: round(share, 3) for lane, share in updates[-1]["busy"].items()}
@@ -329,8 +331,9 @@ def one_line(record: Record) -> str:
     for key, unit in (("forward_ms", "ms"), ("backward_ms", "ms"), ("step_ms", "ms"), ("update_ms", "ms")):
         if key in record:
             fields.append(f"{key.removesuffix('_ms')} {record[key]} {unit}")
-    if record.get("predicted_update_ms"):
-        fields.append(f"predicted update {record['predicted_update_ms']} ms")
+    if record.get("predicted_in_place_ms"):
+        predicted, measured = record["predicted_in_place_ms"], record.get("in_place_ms", "?")
+        fields.append(f"in place after {measured} ms (predicted {predicted})")
     fields += [f"{key.removesuffix('_gib')} {record[key]} GiB" for key in ("gpu_gib", "host_gib") if key in record]
     losses = record["losses"]
     fields.append("losses " + " ".join(f"{loss:.3f}" for loss in (losses if len(losses) < 13 else losses[-3:])))

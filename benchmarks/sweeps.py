@@ -66,8 +66,8 @@ SMOKE = vary(
 
 
 def error(record: Record) -> float | None:
-    """Return how far the predicted update was from the measured one, as a part of the measured one."""
-    predicted, measured = record.get("predicted_update_ms"), record.get("update_ms")
+    """Return by what part of the measured time the predicted one, until parameters are in place, was off."""
+    predicted, measured = record.get("predicted_in_place_ms"), record.get("in_place_ms")
     return (predicted - measured) / measured if predicted and measured else None
 
 
@@ -82,9 +82,9 @@ def report(part: str, records: Sequence[Record]) -> list[str]:
     """Return the part's table, then a line on its predictions."""
     lines = [
         f"## {part}",
-        "Pairs are predicted / measured.",
+        "Pairs are predicted / measured. In place: from the norm until all parameters are; rates count the last flush.",
         "",
-        "| run | iteration, ms | update, ms | G parameters/s | bound | peak GPU, GiB | host state, GiB |",
+        "| run | iteration, ms | in place, ms | G parameters/s | bound | peak GPU, GiB | host state, GiB |",
         "|---|---|---|---|---|---|---|",
     ]
     for record in records:
@@ -93,7 +93,7 @@ def report(part: str, records: Sequence[Record]) -> list[str]:
             continue
         bound = record.get("bound")
         bound_text = f"{bound['lane']} {100 * bound['share']:.0f} %" if bound else ""
-        cells = [_cell(record, name) for name in ("update_ms", "gpu_gib")]
+        cells = [_cell(record, name) for name in ("in_place_ms", "gpu_gib")]
         cells.append(f"{record.get('predicted_host_gib', 0):.2f} / {record['state_gib']['host']:.2f}")
         rate = record.get("update_g_per_s", "")
         lines.append(

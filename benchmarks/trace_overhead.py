@@ -97,7 +97,7 @@ def read_run(text: str, trace: Path) -> Run:
     """Read a run's output and trace. Raises LookupError for one that is not complete."""
     elapsed = [float(t) for t in re.findall(r"elapsed time per iteration \(ms\): (\S+)", text)]
     # A line shows the update of the step before, so the first ones are as unsettled as those of iterations.
-    updates = [float(t) for t in re.findall(r"offload update: (\S+) ms", text)]
+    updates = [float(t) for t in re.findall(r"offload update: .*?\((\S+) with", text)]
     lanes = read_trace(json.loads(trace.read_text()))
     return Run(
         elapsed=tuple(elapsed),

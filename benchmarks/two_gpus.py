@@ -195,7 +195,8 @@ def print_table(runner: Runner, name: str, part: Part, tokens: int, is_digested:
     """One row for each run, and whether they agree."""
     done = {run: ranks for run, _ in part.runs if (ranks := read(runner.output, name, run))}
     print(
-        f"| {name} | placement | iterations | median ms | tokens/s | update ms by rank | G parameters/s by rank "
+        f"| {name} | placement | iterations | median ms | tokens/s | update ms by rank "
+        "(in place: predicted / measured) | G parameters/s by rank "
         "| peak GPU GiB by rank | state on host GiB by rank | loss | whole run s (digest) | digest |"
     )
     print("|---" * 12 + "|")
@@ -205,7 +206,8 @@ def print_table(runner: Runner, name: str, part: Part, tokens: int, is_digested:
         print(
             f"| {run} | {ranks[0]['placement']} | {last['num_iterations']} "
             f"| {last['iteration_ms']:.0f} | {tokens / last['iteration_ms'] * 1e3:.0f} "
-            f"| {_row(r['update_ms'] or 0.0 for r in ranks)} | {_row(rates, 2)} "
+            f"| {_row(r['update_ms'] or 0.0 for r in ranks)} ({ranks[0]['predicted_ms']:.0f} / "
+            f"{_row(r['in_place_ms'] or 0.0 for r in ranks)}) | {_row(rates, 2)} "
             f"| {_row((r['peak_device_bytes'] / GIB for r in ranks), 2)} "
             f"| {_row((r['state_bytes'][0] / GIB for r in ranks), 2)} | {last['losses'][0]} -> {last['losses'][-1]} "
             f"| {last['seconds']:.0f} ({ranks[0].get('digest_seconds', 0.0):.0f}) | {ranks[0]['digest'][:19]} |",

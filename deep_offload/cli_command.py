@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.choose import FEW_SLOTS, MANY_SLOTS
+from deep_offload.model.choose import FEW_SLOTS
 from deep_offload.model.dry_run import Forecast
 from deep_offload.model.gpt import GPTShape
 from deep_offload.model.planning import token_budget
@@ -92,9 +92,7 @@ def _with_chosen_slots(config: OffloadConfig, result: Forecast) -> OffloadConfig
         return config
     choices = [stage.choice for stage in result.stages]
     chosen = [choice.num_slots for choice in choices if choice.placement.count(Place.GPU) > FEW_SLOTS]
-    if not chosen:
-        return config
-    return replace(config, offload_num_slots=MANY_SLOTS if min(chosen) > FEW_SLOTS else FEW_SLOTS)
+    return replace(config, offload_num_slots=min(chosen)) if chosen else config
 
 
 def _changed_flags(config: OffloadConfig) -> list[str]:

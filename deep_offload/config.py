@@ -32,8 +32,9 @@ class OffloadConfig:
     """Target elements in one subgroup, the unit of scheduling. auto: 2**26, less for small shards."""
 
     offload_num_slots: int | Literal["auto"] = "auto"
-    """GPU staging slots; each holds one subgroup's state while it is updated there. auto: 4, or 8 where nothing may
-    stay on the GPU (`--offload-resident-fraction 0`), they fit, and they shorten the iteration."""
+    """GPU staging slots; each holds one subgroup's state while it is updated there. auto: 4, or where nothing may
+    stay on the GPU (`--offload-resident-fraction 0`) 8, or 15 % of the subgroups where those are more, if they fit and
+    shorten the iteration."""
 
     offload_cpu_threads: int | Literal["auto"] = "auto"
     """OpenMP threads of the CPU update of this rank. auto: the rank's share of cores, less one."""

@@ -33,6 +33,10 @@ FEW_SLOTS, MANY_SLOTS = 4, 8
 """Staging slots of `auto`. Four keep both directions of the link and the GPU busy; each one beyond them moves a
 prefetch and a flush out of the update, into compute."""
 
+_MANY_SLOTS_SHARE = 0.15
+"""Part of the subgroups that have a slot where MANY_SLOTS are a smaller part: passes grow with the model, and hide as
+many times the copies."""
+
 _MANY_SLOTS_GAIN = 0.02
 """Part of the iteration that the larger number must save: less is within what predictions are wrong by."""
 
@@ -225,10 +229,10 @@ class _Search:
         forced, why = self._forced(num, residents / num if num else 0.0)
         if forced is not None:
             self._check_fits(forced, state)
-            near = [forced]
+            few = forced
         else:
-            near, why = self._best_of_shares(residents, state)
-        placement, num_slots, why_slots = self._with_slots(near, state)
+            few, why = self._best_of_shares(residents, state, self._num_slots)
+        placement, num_slots, why_slots = self._with_slots(few, forced, residents, state)
         reserved = self._reserve(placement, state)
         return self._choice(placement, state, num_slots, why + why_slots + why_residents, reserved)
 
@@ -244,46 +248,45 @@ class _Search:
         total, limit = host_state_bytes(self.layout, placement, state, reserved).total, self.limits.host_bytes
         return reserved if limit is None or total <= _RESERVE_LIMIT * limit else frozenset()
 
-    def _best_of_shares(self, residents: int, state: StateFormat) -> tuple[list[Placement], str]:
-        """The best placement with this many residents, and those around it that fit."""
+    def _best_of_shares(self, residents: int, state: StateFormat, num_slots: int) -> tuple[Placement, str]:
+        """The best placement with this many residents and slots, and how it was found."""
         offloaded = len(self.layout.subgroups) - residents
         candidates, why = self._candidates(offloaded, state)
-        fitting = {j: p for j in candidates if self._fits(p := self._placement(j, residents), state)}
+        fitting = {j: p for j in candidates if self._fits(p := self._placement(j, residents), state, num_slots)}
         if not fitting:
             nearest = min((self._placement(j, residents) for j in candidates), key=lambda p: self._host_total(p, state))
             self._check_fits(nearest, state)
-        seconds = {j: self._cost(p, state) for j, p in fitting.items()}
+        seconds = {j: self._cost(p, state, num_slots) for j, p in fitting.items()}
         best = min(seconds, key=lambda j: (seconds[j], j))
         for j in self._neighbors(best, candidates, offloaded):
             placement = self._placement(j, residents)
-            if self._fits(placement, state):
-                seconds[j], fitting[j] = self._cost(placement, state), placement
+            if self._fits(placement, state, num_slots):
+                seconds[j], fitting[j] = self._cost(placement, state, num_slots), placement
         best = min(seconds, key=lambda j: (seconds[j], j))
         why += f"; the simulator's best of {len(seconds)} shares" if len(seconds) > 1 else ""
-        around = [self._placement(j, residents) for j in self._neighbors(best, [best], offloaded)]
-        return [fitting[best], *around], why
+        return fitting[best], why
 
-    def _with_slots(self, near: list[Placement], state: StateFormat) -> tuple[Placement, int, str]:
-        """The best placement, which is first of `near`, or one of them with more slots; with the reason.
+    def _with_slots(
+        self, few: Placement, forced: Placement | None, residents: int, state: StateFormat
+    ) -> tuple[Placement, int, str]:
+        """The best placement with `FEW_SLOTS`, or the best (or forced) one with more; with the number and the reason.
 
         More slots are tried only where residents are not wanted: a resident subgroup takes the bytes of a slot, and
         saves its copies instead of moving them out of the update.
         """
-        best = near[0]
-        if self.config.offload_num_slots != "auto" or self.config.offload_resident_fraction != 0:
-            return best, self._num_slots, ""
-        larger = [p for p in near if p.count(Place.GPU) > FEW_SLOTS]
-        if not larger:
-            return best, FEW_SLOTS, ""
-        fitting = [p for p in larger if self._fits(p, state, MANY_SLOTS)]
-        if not fitting:
-            return best, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} do not fit"
-        found = min(fitting, key=lambda p: self._cost(p, state, MANY_SLOTS))
-        gain = 1 - self._cost(found, state, MANY_SLOTS) / self._cost(best, state)
+        is_open = self.config.offload_num_slots == "auto" and self.config.offload_resident_fraction == 0
+        if not is_open or few.count(Place.GPU) <= FEW_SLOTS:
+            return few, self._num_slots, ""
+        most = max(MANY_SLOTS, round(_MANY_SLOTS_SHARE * len(few)))
+        many = next((n for n in (most, MANY_SLOTS) if self._fits(few, state, n)), None)
+        if many is None:
+            return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} do not fit"
+        found = forced if forced is not None else self._best_of_shares(residents, state, many)[0]
+        gain = 1 - self._cost(found, state, many) / self._cost(few, state)
         if gain < _MANY_SLOTS_GAIN:
-            return best, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} would gain less than 2 %"
-        used = min(MANY_SLOTS, found.count(Place.GPU))
-        return found, MANY_SLOTS, f"; {used} slots instead of {FEW_SLOTS} shorten the iteration by {100 * gain:.0f} %"
+            return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {many} would gain less than 2 %"
+        used = min(many, found.count(Place.GPU))
+        return found, many, f"; {used} slots instead of {FEW_SLOTS} shorten the iteration by {100 * gain:.0f} %"
 
     def _residents(self, state: StateFormat) -> tuple[int, str]:
         """Number of subgroups that stay on the GPU, and the reason."""

@@ -26,9 +26,9 @@ _TOO_FAST = 1.25
 
 @dataclass(frozen=True, slots=True)
 class UpdateFacts:
-    """One measured update. seconds: from the norm to its last operation; share_of_bound: 1 where the binding lane never
-    stood still; busy: share of each lane and of host memory; attributed: part of the time in which a lane works;
-    in_place_seconds: from the norm until all parameters are in place, which is what predictions are of."""
+    """One measured update. seconds: from the norm to its last operation; share_of_bound: of all these seconds, 1 where
+    the binding lane never stood still; busy: share of each lane and of host memory; attributed: part of the time in
+    which a lane works; in_place_seconds: from the norm until all parameters are in place, which predictions are of."""
 
     seconds: float
     share_of_bound: float
@@ -38,7 +38,8 @@ class UpdateFacts:
     in_place_seconds: float
 
     def __str__(self) -> str:
-        text = f"{self.seconds * 1e3:.1f} ms, {100 * self.share_of_bound:.0f} % of bound, bound by {self.lane}"
+        times = f"{self.in_place_seconds * 1e3:.1f} ms ({self.seconds * 1e3:.1f} with the last flush)"
+        text = f"{times}, {100 * self.share_of_bound:.0f} % of bound, bound by {self.lane}"
         return text if self.share_of_bound < _TOO_FAST else text + " (faster than the profile: measure again)"
 
 

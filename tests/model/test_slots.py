@@ -1,4 +1,4 @@
-"""`--offload-num-slots auto`: eight where nothing may stay on the GPU, they fit and they pay off; else four."""
+"""`--offload-num-slots auto`: eight or more where nothing may stay on the GPU, they fit and they pay off; else four."""
 
 from __future__ import annotations
 
@@ -75,6 +75,20 @@ def test_slots_of_auto(options, arguments, slots, why):
     assert ("slots" in choice.why) == ("slots" in why)
 
 
+@pytest.mark.parametrize(
+    ("subgroups", "spare", "slots"),
+    [(52, None, 8), (56, None, 8), (57, None, 9), (100, None, 15), (100, 15, 15), (60, 8, 8), (60, 7, 4)],
+)
+def test_slots_grow_with_the_model(subgroups, spare, slots):
+    """15 % of the subgroups where that is more than eight, eight where those do not fit."""
+    layout = build_layout([ShardSpec(subgroups << 24, 2, 2)], 1 << 24)
+    compute = Compute(SHORT.forward * subgroups / 20, SHORT.backward * subgroups / 20)
+    choice = choose(compute, layout, spare=None if spare is None else spare * SLOT)
+    assert choice.num_slots == slots
+    four = choose(compute, layout, offload_num_slots=4)
+    assert choice.predicted_iteration_seconds <= four.predicted_iteration_seconds
+
+
 @pytest.mark.parametrize("slots", [1, 2, 4, 5, 8, 11])
 def test_a_given_number_is_kept(slots):
     """No other number is tried, nor spoken of, and it needs no room to spare."""
@@ -100,7 +114,7 @@ def test_a_resident_is_worth_more_than_a_slot():
 
 
 def test_as_good_as_all_shares_with_eight():
-    """The best share with four and its neighbors are enough: no share with eight slots is more than 1 % better."""
+    """No share with eight slots is more than 1 % better."""
     choice = choose()
     every = [choose(offload_num_slots=8, offload_gpu_share=j / 20).predicted_iteration_seconds for j in range(21)]
     assert choice.predicted_iteration_seconds <= 1.01 * min(every)
@@ -142,8 +156,8 @@ def test_a_forecast_keeps_to_the_gpu():
     assert forced.stages[0].choice.num_slots == EIGHT and "of GPU memory, but" in forced.problems[0]
 
 
-def test_few_more_simulations(monkeypatch):
-    """With eight slots only the best share and its four neighbors are played, not the grid."""
+def test_twice_as_many_simulations(monkeypatch):
+    """Eight slots are searched as four are, a given share is played once with each, and residents leave it at four."""
     played: list[int] = []
     simulate = choose_module.simulate
 
@@ -153,7 +167,7 @@ def test_few_more_simulations(monkeypatch):
 
     monkeypatch.setattr(choose_module, "simulate", counted)
     assert choose(layout=build_layout([ShardSpec(52 << 24, 2, 2)], 1 << 24)).num_slots == EIGHT
-    assert played.count(EIGHT) == 5 and 10 <= played.count(FOUR) <= 14 and set(played) == {FOUR, EIGHT}
+    assert all(10 <= played.count(slots) <= 14 for slots in (FOUR, EIGHT)) and set(played) == {FOUR, EIGHT}
     played.clear()
     choose(offload_gpu_share=0.5)
     assert sorted(played) == [FOUR, EIGHT]
@@ -177,7 +191,7 @@ def test_budgets_and_gains_hold(case, profile, device, spare):
     assert device is None or auto.device_bytes.total <= device
     ratio = auto.predicted_iteration_seconds / max(1e-30, four.predicted_iteration_seconds)
     if auto.num_slots > 4:
-        assert ratio <= 0.98 * (1 + 1e-9) and auto.num_slots <= 8
+        assert ratio <= 0.98 * (1 + 1e-9) and auto.num_slots <= max(8, 0.15 * len(auto.placement) + 0.5)
         assert spare is None or auto.device_bytes.total <= spare
     else:
         assert auto.placement == four.placement and ratio in (0.0, 1.0)

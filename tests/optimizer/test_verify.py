@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from loop_cases import GPT_LIKE, LLAMA_LIKE, train
 
 from deep_offload.config import OffloadConfig
+from deep_offload.optimizer import verify
 from deep_offload.optimizer.verify import UpdateMismatch
 from deep_offload.runtime.worker import SubgroupWorker
 
@@ -44,26 +45,28 @@ def test_checks_pass_and_change_nothing(settings, model):
 
 
 @pytest.mark.parametrize("side", ["update_cpu", "update_gpu"])
-@pytest.mark.parametrize("what", ["exp_avg_sq", "parameter"])
-def test_one_wrong_bit_ends_the_run(monkeypatch, side, what):
+@pytest.mark.parametrize(("what", "at"), [("exp_avg_sq", 7), ("exp_avg_sq", 1207), ("parameter", 1207)])
+def test_one_wrong_bit_ends_the_run(monkeypatch, side, what, at):
     """The lowest bit of one element, made wrong by either side, is named with the subgroup and both values."""
+    monkeypatch.setattr(verify, "_PIECE_NUMEL", 500)
     original = getattr(SubgroupWorker, side)
 
     def wrong(self, op):
         done = original(self, op)
         if what == "exp_avg_sq":
             arrays = self._host[op.subgroup] if side == "update_cpu" else self._staged(op)
-            arrays["exp_avg_sq"].view(torch.int32)[7] ^= 1
+            arrays["exp_avg_sq"].view(torch.int32)[at] ^= 1
         elif side == "update_cpu":
-            self._weight_out(op.subgroup).view(torch.int16)[7] ^= 1
+            self._weight_out(op.subgroup).view(torch.int16)[at] ^= 1
         else:
-            self._buffers.weights[op.subgroup].view(torch.int16)[7] ^= 1
+            self._buffers.weights[op.subgroup].view(torch.int16)[at] ^= 1
         return done
 
     monkeypatch.setattr(SubgroupWorker, side, wrong)
     share = 0 if side == "update_cpu" else 1
     settings = f"--bf16 --offload-resident-fraction 0 --offload-gpu-share {share} --offload-split-master off"
-    with pytest.raises(UpdateMismatch, match=rf"{what} of subgroup 0 differs .* in 1 of .* after step 3, first at 7"):
+    message = rf"{what} of subgroup 0 differs .* in 1 of .* after step 3, first at {at} "
+    with pytest.raises(UpdateMismatch, match=message):
         train(f"{settings} --train-iters 8 --offload-verify-interval 3")
 
 
