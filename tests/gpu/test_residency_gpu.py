@@ -117,7 +117,7 @@ def test_residents_that_find_no_room(digests):
 
 def test_another_program_on_the_gpu(digests):
     """Where others leave room for half of the state, a part stays, and 5 % of the GPU are free at the peak."""
-    want, seen, at_end, ballast, estimate = digests(LARGE, LARGE_COMMON), [], [], [], 300 << 20
+    want, seen, memories, ballast, estimate = digests(LARGE, LARGE_COMMON), [], [], [], 300 << 20
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -130,19 +130,15 @@ def test_another_program_on_the_gpu(digests):
         ballast.append(torch.empty(int(memory.available - left), dtype=torch.uint8, device="cuda"))
         return build(config, chunks, report)
 
-    def after_training(optimizer):  # what the harness reads at the end is no part of the run
-        at_end.append(read())
-        return param_states(optimizer)
-
     with (
         contextlib.ExitStack() as stack,
         mock.patch.object(training, "_build_optimizer", crowded),
         mock.patch.object(training, "estimated_bytes", lambda *_unused: estimate),
-        mock.patch.object(loop_cases, "param_states", after_training),
     ):
         stack.callback(ballast.clear)
-        got = train(f"{LARGE_COMMON} {AUTO}", model=LARGE, before_step=watch(seen))
-    (memory,) = at_end
+        hooks = dict(before_step=watch(seen), after_step=lambda *_unused: memories.append(read()))
+        got = train(f"{LARGE_COMMON} {AUTO}", model=LARGE, **hooks)
+    memory = memories[-1]  # the digest behind the last step, and what the harness reads, are not trained
     others = memory.total - memory.free - memory.reserved
     assert memory.peak <= GPU_MEMORY_SHARE * memory.total - others
     assert got.digest == want
