@@ -22,7 +22,7 @@ from deep_offload.optimizer.residency import memory_reader, placement_line, star
 from deep_offload.optimizer.shards import Shard
 from deep_offload.plan.layout import ShardLayout, auto_subgroup_numel, build_layout
 from deep_offload.runtime.limits import HostLimits, ranks_on_this_node, read_host_limits
-from deep_offload.runtime.measure import profile_for_run
+from deep_offload.runtime.measure import ALONE, Together, profile_for_run
 
 GIB = 1 << 30
 
@@ -36,6 +36,7 @@ def build_engine(
     late_params: Collection[int] = (),
     cores: float | None = None,
     ranks: int | None = None,
+    together: Together = ALONE,
     estimated_bytes: int | None = None,
     run: RunShape | None = None,
     may_move: bool = False,
@@ -44,10 +45,10 @@ def build_engine(
 
     shards in forward order; late_params: as `OffloadEngine` takes them; cores: this rank's share of the node's, None
     for an equal part of those that this process may use; ranks: those of this node, None for what the launcher says;
-    estimated_bytes: GPU bytes that training takes beside weights, gradients and state, None where nobody knows: then
-    nothing is resident unless a fraction or a budget is given; run: what is trained, for its compute; may_move: a
-    `PlacementFollower` may change the share, for which host memory is reserved. Raises ValueError, with numbers, before
-    any large allocation if it does not fit.
+    together: how all ranks measure at once; estimated_bytes: GPU bytes that training takes beside weights, gradients
+    and state, None where nobody knows: then nothing is resident unless a fraction or a budget is given; run: what is
+    trained, for its compute; may_move: a `PlacementFollower` may change the share, for which host memory is reserved.
+    Raises ValueError, with numbers, before any large allocation if it does not fit.
     """
     cpu_kernels.selected_isa()  # a missing extension or a wrong DEEP_OFFLOAD_ISA ends here, before anything is measured
     device = shards[0].param.device if shards else torch.device("cpu")
@@ -56,7 +57,7 @@ def build_engine(
     cores = limits.cores / ranks if cores is None else cores
     threads = config.offload_cpu_threads
     num_threads = cpu_update_threads(max(1, int(cores)), 1, device.type == "cuda") if threads == "auto" else threads
-    profile = _profile(config, device, num_threads, ranks, log)
+    profile = _profile(config, device, num_threads, ranks, together, log)
     given = layout, config, profile
     compute = None if run is None else Compute.of(compute_seconds(run, profile))
     budget = _state_budget(device, estimated_bytes)
@@ -108,12 +109,17 @@ def _settings(choice: Choice, shards: Sequence[Shard], num_threads: int) -> Engi
 
 
 def _profile(
-    config: OffloadConfig, device: torch.device, num_threads: int, ranks: int, log: Callable[[str], None]
+    config: OffloadConfig,
+    device: torch.device,
+    num_threads: int,
+    ranks: int,
+    together: Together,
+    log: Callable[[str], None],
 ) -> HardwareProfile:
     """The given profile, or this machine's measured rates; without offload nothing depends on them."""
     if not config.interleaved_offload:
         return load_profile("h200")
-    profile = profile_for_run(config.offload_profile, device, num_threads, ranks, log=log)
+    profile = profile_for_run(config.offload_profile, device, num_threads, ranks, together=together, log=log)
     if device.type == "cuda":  # what measuring took must not show in the run's peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

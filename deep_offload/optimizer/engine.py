@@ -97,6 +97,7 @@ class OffloadEngine:
         self._run: PlanRun | None = None
         self._closing: PlanRun | None = None
         self._finished: PlanRun | None = None
+        self._finished_before: PlanRun | None = None
         self._measured: tuple[PlanRun, Timeline] | None = None
         self._kept: deque[tuple[PlanRun, tuple[Mark, ...]]] = deque(maxlen=1)
         self.expected: Expectation | None = None
@@ -178,7 +179,7 @@ class OffloadEngine:
         start = time.perf_counter()
         self._closing.fire(OpKind.GRADS_REUSABLE)
         self.wait_seconds = self._waited + time.perf_counter() - start
-        self._finished, self._closing = self._closing, None
+        self._finished_before, self._finished, self._closing = self._finished, self._closing, None
         self._kept.append((self._finished, self._closing_marks))
 
     def synchronize(self) -> None:
@@ -211,9 +212,11 @@ class OffloadEngine:
         return steps
 
     def finished_timeline(self) -> Timeline | None:
-        """Measured times of the last iteration that ended; None before the first, or while its flushes still run."""
-        run = self._finished
-        if run is None or not self._backend.is_done(run.completions):
+        """Measured times of the last iteration that ended with all its flushes, which may outlive the next; None before
+        the first."""
+        runs = (self._finished, self._finished_before)
+        run = next((run for run in runs if run is not None and self._backend.is_done(run.completions)), None)
+        if run is None:
             return None
         if self._measured is None or self._measured[0] is not run:
             self._measured = run, self._backend.timeline(run.completions)
@@ -426,7 +429,7 @@ class OffloadEngine:
         if self._run is None and self._closing is None and self._finished is None:
             return
         self.synchronize()
-        self._run = self._finished = None
+        self._run = self._finished = self._finished_before = None
         self._kept.clear()
         self._ready.clear()
 

@@ -23,6 +23,7 @@ from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
 from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
 from deep_offload.runtime.limits import fair_cores, ranks_on_this_node
+from deep_offload.runtime.measure import ALONE, Together
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 
@@ -69,6 +70,7 @@ def build_optimizer(
             late_params=late_params(model_chunks, buffers),
             cores=cores,
             ranks=ranks,
+            together=_together(),
             estimated_bytes=estimated_bytes,
             may_move=True,
             run=run,
@@ -94,6 +96,19 @@ def _place_on_node() -> tuple[float, int]:
         dist.all_gather_object(everyone, mine)
     here = [cores for host, cores in everyone if host == mine[0]]
     return fair_cores(mine[1], here), max(len(here), ranks_on_this_node())
+
+
+def _together() -> Together:
+    """All ranks of the job: those of a node share its memory, and one that measured alone would find it idle."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ALONE
+
+    def any_rank(mine: bool) -> bool:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return any(everyone)
+
+    return Together(any_rank, dist.barrier)
 
 
 def build_param_groups(

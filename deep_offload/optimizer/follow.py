@@ -134,5 +134,6 @@ class PlacementFollower:
 
     def _take(self) -> None:
         timeline = self._engine.finished_timeline()
-        if timeline is not None and timeline.update_spans:
+        is_new = timeline is not None and not (self._steps and self._steps[-1] is timeline)
+        if is_new and timeline.update_spans:
             self._steps.append(timeline)

@@ -14,6 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
@@ -37,6 +38,20 @@ _CPU_ADAM_BYTES = {torch.float32: 30, torch.bfloat16: 28}
 """Host memory traffic of the CPU update of one parameter, by the gradient's type."""
 
 
+@dataclass(frozen=True, slots=True)
+class Together:
+    """How ranks measure at the same time. All of them call both, equally often and in the same order.
+
+    any: whether any rank says yes; meet: returns once all ranks are there.
+    """
+
+    any: Callable[[bool], bool] = bool
+    meet: Callable[[], None] = lambda: None
+
+
+ALONE = Together()
+
+
 def fingerprint(device: torch.device, num_threads: int, num_ranks: int = 1) -> str:
     """What makes rates comparable: processor, cores, threads, ranks at work and the GPU. Equal nodes are equal."""
     if device.type == "cuda":
@@ -54,23 +69,25 @@ def profile_for_run(
     num_ranks: int = 1,
     *,
     remeasure: bool = False,
+    together: Together = ALONE,
     log: Callable[[str], None] = lambda _line: None,
 ) -> HardwareProfile:
     """The profile that training goes by: the given file's, the cached one, or measured now and cached.
 
-    num_ranks: ranks of this host; all of them call this at once, so that each rate holds with all ranks at work.
+    num_ranks: ranks of this host; all of them call this at once, so that each rate holds with all ranks at work, and
+    if one of those that are `together` must measure, all do.
     Raises ValueError when the given file is none, or was measured on another machine.
     """
     machine = fingerprint(device, num_threads, num_ranks)
     if given is not None:
         return _given_profile(given, machine)
     path = cache_file(machine)
-    if not remeasure:
-        cached = _cached_profile(path, machine, log)
-        if cached is not None:
-            return cached
+    cached = None if remeasure else _cached_profile(path, machine, log)
+    if not together.any(cached is None):
+        assert cached is not None
+        return cached
     start = time.perf_counter()
-    profile = measure_profile(device, num_threads, num_ranks, log)
+    profile = measure_profile(device, num_threads, num_ranks, log, together.meet)
     log(f"measured this machine in {time.perf_counter() - start:.1f} s: {path}")
     _write_profile(path, profile, log)
     return profile
@@ -133,17 +150,21 @@ def _write_profile(path: Path, profile: HardwareProfile, log: Callable[[str], No
 
 
 def measure_profile(
-    device: torch.device, num_threads: int, num_ranks: int = 1, log: Callable[[str], None] = lambda _line: None
+    device: torch.device,
+    num_threads: int,
+    num_ranks: int = 1,
+    log: Callable[[str], None] = lambda _line: None,
+    meet: Callable[[], None] = ALONE.meet,
 ) -> HardwareProfile:
     """Measure this machine: under 5 s without a GPU, under 20 s with one. Holds up to 3.5 GiB of host memory meanwhile
-    with a GPU, 0.3 GiB without."""
+    with a GPU, 0.3 GiB without. meet: see `Together`; before each rate that ranks share the host's memory for."""
     limits = read_host_limits()
     if device.type == "cuda":
         bench: _Bench = _CudaBench(device, num_threads, num_parts(limits.available_bytes, num_ranks), log)
     else:
         bench = _HostBench(num_threads, log)
     try:
-        return _profile(bench, device, limits, num_threads, num_ranks)
+        return _profile(bench, device, limits, num_threads, num_ranks, meet)
     finally:
         bench.close()
 
@@ -157,9 +178,14 @@ def num_parts(available_bytes: int | None, num_ranks: int) -> int:
 
 
 def _profile(
-    bench: _Bench, device: torch.device, limits: HostLimits, num_threads: int, num_ranks: int
+    bench: _Bench,
+    device: torch.device,
+    limits: HostLimits,
+    num_threads: int,
+    num_ranks: int,
+    meet: Callable[[], None],
 ) -> HardwareProfile:
-    rates = _lane_rates(bench, num_threads)
+    rates = _lane_rates(bench, num_threads, meet)
     machine = fingerprint(device, num_threads, num_ranks)
     return HardwareProfile(
         name=platform.node() or "this machine",
@@ -186,19 +212,24 @@ def _host_dram_bytes_per_s(bench: _Bench, rank_rate: float, num_ranks: int, core
     return rank_rate * num_ranks if num_ranks > 1 else max(rank_rate, bench.triad_bytes_per_s(cores))
 
 
-def _lane_rates(bench: _Bench, num_threads: int) -> dict[str, float]:
+def _lane_rates(bench: _Bench, num_threads: int, meet: Callable[[], None]) -> dict[str, float]:
     """Rates of the contending lanes: alone, with both directions of the link, and with the CPU update as well."""
-    up, down, window = bench.h2d, bench.d2h, bench.window_seconds
-    alone_up = _rates({"h2d": up}, window)["h2d"] * bench.copy_bytes
-    alone_down = _rates({"d2h": down}, window)["d2h"] * bench.copy_bytes
-    both = {lane: calls * bench.copy_bytes for lane, calls in _rates({"h2d": up, "d2h": down}, window).items()}
+    up, down = bench.h2d, bench.d2h
+
+    def rates_of(**loops: Callable[[], object]) -> dict[str, float]:
+        return _rates(loops, bench.window_seconds, meet)
+
+    alone_up = rates_of(h2d=up)["h2d"] * bench.copy_bytes
+    alone_down = rates_of(d2h=down)["d2h"] * bench.copy_bytes
+    both = {lane: calls * bench.copy_bytes for lane, calls in rates_of(h2d=up, d2h=down).items()}
     rates: dict[str, float] = {}
     busy_link: list[Mapping[str, float]] = []
+    meet()
     traffic = [bench.triad_bytes_per_s(num_threads)]
     for wire, dtype in (("fp32", torch.float32), ("param", torch.bfloat16)):
         update = bench.cpu_update(dtype)
-        alone = _rates({"cpu": update}, window)["cpu"] * bench.cpu_numel
-        busy = _rates({"cpu": update, "h2d": up, "d2h": down}, window)
+        alone = rates_of(cpu=update)["cpu"] * bench.cpu_numel
+        busy = rates_of(cpu=update, h2d=up, d2h=down)
         rates[f"cpu_adam_{wire}_params_per_s"] = alone
         rates[f"cpu_adam_{wire}_busy_params_per_s"] = min(alone, busy["cpu"] * bench.cpu_numel)
         busy_link.append({lane: calls * bench.copy_bytes for lane, calls in busy.items() if lane != "cpu"})
@@ -216,13 +247,17 @@ def _lane_rates(bench: _Bench, num_threads: int) -> dict[str, float]:
     return rates
 
 
-def _rates(loops: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+def _rates(
+    loops: Mapping[str, Callable[[], object]], seconds: float, meet: Callable[[], None] = ALONE.meet
+) -> dict[str, float]:
     """Calls per second of each loop, all of them running at once, each on its own thread.
 
+    meet: what all ranks pass together before the clock starts, so that all measure the same thing.
     A loop counts what it has finished before the first of them ends, so that no lane is counted while others idle.
     """
     for call in loops.values():
         call()  # first calls build kernels and touch memory
+    meet()
     start_line = threading.Barrier(len(loops) + 1)
     stop = threading.Event()
     finished: dict[str, list[float]] = {name: [] for name in loops}

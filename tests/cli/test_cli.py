@@ -199,7 +199,7 @@ def test_calibrate_writes_what_plan_reads(capsys, tmp_path, monkeypatch):
     """calibrate keeps this machine's profile, writes the file asked for, and plan then uses it."""
     measure = pytest.importorskip("deep_offload.runtime.measure")
 
-    def fake(device, num_threads, num_ranks=1, log=print):
+    def fake(device, num_threads, num_ranks=1, *_unused):
         machine = measure.fingerprint(device, num_threads, num_ranks)
         return replace(BUILT_IN_PROFILES["h200"], name="mine", fingerprint=machine)
 

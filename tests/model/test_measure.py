@@ -38,7 +38,7 @@ def counted(monkeypatch) -> list[int]:
     """Replaces the measurement by a built-in profile with this machine's fingerprint; holds the calls."""
     calls: list[int] = []
 
-    def fake(device, num_threads, num_ranks=1, log=print):
+    def fake(device, num_threads, num_ranks=1, *_unused):
         calls.append(num_ranks)
         machine = measure.fingerprint(device, num_threads, num_ranks)
         return replace(BUILT_IN_PROFILES["h200"], name="fake", fingerprint=machine)

@@ -161,6 +161,21 @@ def _states(optimizer):
     return param_states(optimizer)
 
 
+def test_an_update_whose_flushes_outlive_the_next_step_is_shown(monkeypatch):
+    """Where the last flushes of an update still run when the next one begins, the log shows the update before it."""
+    flush, outlived = SubgroupWorker.flush, []
+    monkeypatch.setattr(SubgroupWorker, "flush", lambda self, op: time.sleep(0.2) or flush(self, op))
+
+    def after(optimizer, _norm):
+        engine = optimizer._engine
+        outlived.append(engine._finished is not None and not engine._backend.is_done(engine._finished.completions))
+
+    flags = "--bf16 --offload-gpu-share 1 --offload-resident-fraction 0 --train-iters 6 --offload-subgroup-numel 20000"
+    got = train(flags, after_step=after)
+    assert all(outlived[1:]), outlived
+    assert got.text.count("| offload update: ") == 4, got.text
+
+
 MUTATED = "--bf16 --offload-gpu-share 0.5 --offload-resident-fraction 0 --train-iters 8 --offload-num-slots 2"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -22,3 +23,45 @@ def test_ranks_of_a_node_are_counted(pools, variables):
     cores = len(os.sched_getaffinity(0))
     assert pools(2).run(_place, variables) == [(cores / 2, 2)] * 2
     assert pools(2).run(_place, {}, ranks=1) == [(cores, 1)]
+
+
+def _measure(folder: str, late_rank: int) -> tuple[list[float], list[str]]:
+    """When each rate's clock started on this rank, and what was logged; `late_rank` comes and works late."""
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+
+    from deep_offload.optimizer import factory
+    from deep_offload.runtime import measure
+
+    starts: list[float] = []
+    lines: list[str] = []
+    original = measure._rates
+    delay = float(dist.get_rank() == late_rank)
+
+    def rates(loops, seconds, meet):
+        time.sleep(0.3 * delay)
+        return original(loops, seconds, lambda: (meet(), starts.append(time.time())))
+
+    time.sleep(delay)
+    with (
+        mock.patch.dict(os.environ, {"DEEP_OFFLOAD_CACHE": f"{folder}/{dist.get_rank()}"}),
+        mock.patch.object(measure, "_rates", rates),
+    ):
+        together = factory._together()
+        measure.profile_for_run(None, torch.device("cpu"), 1, 2, together=together, log=lines.append)
+    return starts, lines
+
+
+def test_ranks_measure_the_same_thing_at_the_same_time(pools, tmp_path):
+    """Each rate is taken by all ranks at once, though one comes late; one without a profile makes all measure."""
+    first, second = pools(2).run(_measure, str(tmp_path), 1)
+    assert len(first[0]) == len(second[0]) == 7
+    assert max(abs(a - b) for a, b in zip(first[0], second[0])) < 0.25
+    for starts, lines in pools(2).run(_measure, str(tmp_path), 0):
+        assert not starts and not lines  # both have a profile by now
+    (profile,) = (tmp_path / "1").iterdir()
+    profile.unlink()
+    for starts, lines in pools(2).run(_measure, str(tmp_path), -1):
+        assert len(starts) == 7 and "measured this machine" in lines[-1]
