@@ -316,7 +316,7 @@ def describe_stage(stage: StageForecast, result: Forecast) -> list[str]:
         where + describe_choice(choice, stage.layout),
         f"{where}GPU bytes of a rank: {format_bytes(stage.gpu_bytes)}{gpu_limit} = weights "
         f"{format_bytes(model.weights)}, gradients {format_bytes(model.gradients)}, activations "
-        f"{format_bytes(model.activations)}, logits {format_bytes(model.head)}, working {format_bytes(model.working)}, "
+        f"{format_bytes(model.activations)}, logits or a layer's largest tensors {format_bytes(model.largest)}, "
         f"resident state {format_bytes(device.resident)}, slots {format_bytes(device.slots)}, upcast "
         f"{format_bytes(device.upcast)}",
         f"{where}host bytes of a rank: {format_bytes(host.total)} of state = master "

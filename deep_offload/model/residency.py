@@ -29,8 +29,8 @@ def is_automatic(config: OffloadConfig) -> bool:
 
 
 def working_bytes(model: ModelBytes) -> int:
-    """The estimated part of a rank's GPU bytes: activations, logits and the largest temporary tensors."""
-    return model.activations + model.head + model.working
+    """The estimated part of a rank's GPU bytes: activations, and logits or the largest temporary tensors."""
+    return model.activations + model.largest
 
 
 def state_budget_bytes(free_bytes: int, total_bytes: int, estimated_bytes: int | None) -> int:

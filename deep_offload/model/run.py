@@ -78,19 +78,27 @@ class RunShape:
 class ModelBytes:
     """GPU bytes of one rank besides optimizer state, at the peak of an iteration.
 
-    activations: saved for the backward pass by all micro-batches in flight. head: logits and their gradient.
+    activations: saved for the backward pass by all micro-batches in flight, with those that a layer computes again.
+    recomputed: the latter. head: logits and their gradient, which are gone before a layer computes anything again.
     working: the largest tensors of a single layer's backward pass.
     """
 
     weights: int
     gradients: int
     activations: int
+    recomputed: int
     head: int
     working: int
 
     @property
+    def largest(self) -> int:
+        """Bytes beside `activations` when most are taken: by the logits, in place of what is computed again, or by a
+        layer."""
+        return max(self.head - self.recomputed, self.working)
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.activations + self.head + self.working
+        return self.weights + self.gradients + self.activations + self.largest
 
 
 @lru_cache(maxsize=64)  # every strategy on the same run asks for all stages again
@@ -103,8 +111,9 @@ def model_bytes(run: RunShape, pipeline_rank: int = 0) -> ModelBytes:
     full = layer_bytes(run)
     per_chunk = [_chunk_bytes(run, num, full) for num in layers]
     in_flight = _chunks_in_flight(run, pipeline_rank)
-    is_recomputed = recompute.granularity == "full"
-    alive = full * min(max(layers), recompute.num_layers if recompute.method == "uniform" else 1)
+    again = 0
+    if recompute.granularity == "full":
+        again = full * min(max(layers), recompute.num_layers if recompute.method == "uniform" else 1)
     largest = max(
         (p.numel for stage in stages for p in chunk_params(run.model, parallel, pipeline_rank, stage)), default=0
     )
@@ -112,7 +121,8 @@ def model_bytes(run: RunShape, pipeline_rank: int = 0) -> ModelBytes:
     return ModelBytes(
         weights=numel * run.param_bytes,
         gradients=numel * run.grad_bytes,
-        activations=round(in_flight * max(per_chunk)) + (alive if is_recomputed else 0),
+        activations=round(in_flight * max(per_chunk)) + again,
+        recomputed=again,
         head=_head_bytes(run) if is_last else 0,
         working=largest * run.param_bytes + _tokens(run) * 2 * run.model.ffn_hidden_size * run.param_bytes,
     )

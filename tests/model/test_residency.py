@@ -53,7 +53,9 @@ def test_the_budget_rule(free, total, estimate, expected):
 
 def test_only_what_is_estimated_gets_a_margin():
     """Weights and gradients are counted exactly; the margin is on activations, logits and temporary tensors."""
-    assert working_bytes(ModelBytes(weights=1000, gradients=2000, activations=30, head=5, working=7)) == 42
+    given = dict(weights=1000, gradients=2000, activations=30)
+    assert working_bytes(ModelBytes(**given, recomputed=20, head=5, working=7)) == 37
+    assert working_bytes(ModelBytes(**given, recomputed=20, head=29, working=7)) == 39
 
 
 @pytest.mark.parametrize(
