@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 from oracle import OracleParam
 
 from deep_offload.optimizer.engine import OffloadEngine
+from deep_offload.optimizer.factory import hardware_queue_warning
 from deep_offload.plan.ops import LANE_OF, OpKind
 from deep_offload.runtime.lanes import HostDevice
 from deep_offload.runtime.worker import SubgroupWorker
@@ -287,3 +288,24 @@ def _as_loaded(state):
     """A sharded state dict with its tensors in place of their descriptions, as dist_checkpointing returns it."""
     params = {n: {k: entry.data for k, entry in entries.items()} for n, entries in state["param_state"].items()}
     return {**state, "param_state": params}
+
+
+@pytest.mark.parametrize(
+    ("queues", "device", "offloads", "tensor", "is_warned"),
+    [
+        ("1", "cuda", True, 1, True),
+        ("8", "cuda", True, 1, False),
+        (None, "cuda", True, 1, False),
+        ("1", "cpu", True, 1, False),
+        ("1", "cuda", False, 1, False),
+        ("1", "cuda", True, 2, False),
+    ],
+)
+def test_one_hardware_queue_is_warned_of(monkeypatch, queues, device, offloads, tensor, is_warned):
+    """The variable of Megatron's scripts is named with its measured price where nothing gains by it."""
+    if queues is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    lines = hardware_queue_warning(device, offloads, tensor)
+    assert len(lines) == is_warned and all("1.08 times" in line for line in lines)
