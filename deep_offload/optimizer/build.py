@@ -55,8 +55,7 @@ def build_engine(
     layout = _layout(shards, config)
     ranks, limits = ranks or ranks_on_this_node(), read_host_limits()
     cores = limits.cores / ranks if cores is None else cores
-    threads = config.offload_cpu_threads
-    num_threads = cpu_update_threads(max(1, int(cores)), 1, device.type == "cuda") if threads == "auto" else threads
+    num_threads = _num_threads(config, cores, device)
     profile = _profile(config, device, num_threads, ranks, together, log)
     given = layout, config, profile
     compute = None if run is None else Compute.of(compute_seconds(run, profile))
@@ -88,6 +87,11 @@ def build_engine(
     if config.interleaved_offload and cores < 1:
         lines.append(_few_cores(cores, choice.predicted_update_seconds))
     return engine, lines
+
+
+def _num_threads(config: OffloadConfig, cores: float, device: torch.device) -> int:
+    given = config.offload_cpu_threads
+    return cpu_update_threads(max(1, int(cores)), 1, device.type == "cuda") if given == "auto" else given
 
 
 def _layout(shards: Sequence[Shard], config: OffloadConfig) -> ShardLayout:
