@@ -121,6 +121,15 @@ void adam_update(const Isa& isa, const AdamArrays& arrays, int64_t numel, const 
   });
 }
 
+std::vector<int64_t> adam_roads(const Isa& isa, const AdamArrays& arrays, int64_t numel, const float* row,
+                                float grad_scale) {
+  std::vector<int64_t> vectors(kNumRoads);
+  parallel(arrays.master, numel, 1, [&](int64_t begin, int64_t end) {
+    isa.count_roads(arrays, begin, end, scalars_of(row, grad_scale), vectors.data());
+  });
+  return vectors;
+}
+
 double adam_pattern(const Isa& isa, const AdamArrays& arrays, int64_t numel, int num_threads) {
   const auto start = std::chrono::steady_clock::now();
   parallel(arrays.master, numel, num_threads, [&](int64_t begin, int64_t end) { isa.pattern(arrays, begin, end); });

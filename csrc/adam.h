@@ -32,6 +32,10 @@ struct AdamArrays {
   Dtype weight_dtype;
 };
 
+// The ways to the same bits that a vector may take, see care.h.
+enum class Road : int { kPlain, kScaled, kWide };
+constexpr int64_t kNumRoads = 3;
+
 // What one instruction set offers; every function works on the elements [begin, end).
 struct Isa {
   const char* name;
@@ -39,6 +43,8 @@ struct Isa {
   void (*adam)(const AdamArrays&, int64_t begin, int64_t end, const AdamScalars&, bool decoupled);
   void (*hold)(const AdamArrays&, int64_t begin, int64_t end);
   void (*pattern)(const AdamArrays&, int64_t begin, int64_t end);
+  // Of sets with several roads: adam with decoupled decay, fp32 gradients and no weight, counting vectors by road.
+  void (*count_roads)(const AdamArrays&, int64_t begin, int64_t end, const AdamScalars&, int64_t* vectors) = nullptr;
 };
 
 // Those that this processor and operating system run, best first.
@@ -47,6 +53,11 @@ std::vector<const Isa*> supported_isas();
 // Update numel elements. `segments` cover them in order; `table` holds kNumScalars values per class.
 void adam_update(const Isa& isa, const AdamArrays& arrays, int64_t numel, const std::vector<Segment>& segments,
                  const float* table, float grad_scale, bool decoupled, int num_threads);
+
+// Update numel elements with one row of the table, on one thread; returns the number of vectors that took each road.
+// For an isa that has count_roads, fp32 gradients and no weight.
+std::vector<int64_t> adam_roads(const Isa& isa, const AdamArrays& arrays, int64_t numel, const float* row,
+                                float grad_scale);
 
 // The reads and writes of adam_update without its arithmetic, for calibration. Destroys the contents. Seconds.
 double adam_pattern(const Isa& isa, const AdamArrays& arrays, int64_t numel, int num_threads);

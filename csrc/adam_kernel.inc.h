@@ -6,11 +6,18 @@
 //   V::set1(float), mul, add, sub, div, sqrt       one IEEE rounding each, on Vec and on Wide
 //   load(const T*), load_n(const T*, n)            n < kLanes elements, the other lanes 0
 //   store(T*, Vec), store_n(T*, Vec, n), stream(T*, Vec), stream_fence()
-//   needs_care(p, m, v, g, Care) -> bool           should this vector go through Wide? Never changes a bit.
+//   needs_care(p, m, v, g, Care) -> bool           should this vector leave the plain road? Never changes a bit.
+//   update_scaled(p, m, v, g, AdamScalars, Care)   if it has one: a quicker road than Wide; false where it cannot go
 //
 // No standard library templates in here: an AVX-512 copy of one could be kept for the whole program.
 
-// kTakesCare: vectors with tiny elements go through Wide.
+// Chosen for sets that define no road between the plain one and Wide.
+template <class V>
+inline bool update_scaled(V&, V&, V&, V, const AdamScalars&, const Care&) {
+  return false;
+}
+
+// kTakesCare: vectors with tiny elements go through Scaled or Wide. Returns the road taken.
 template <bool kDecoupled, bool kTakesCare>
 struct Adam {
   const AdamScalars& s;
@@ -26,15 +33,26 @@ struct Adam {
     p = sub(mul(p, V::set1(s.decay)), mul(V::set1(s.step_size), div(m, d)));
   }
 
-  inline void operator()(Vec& p, Vec& m, Vec& v, Vec g) const {
+  inline Road operator()(Vec& p, Vec& m, Vec& v, Vec g) const {
     if (kTakesCare && __builtin_expect(needs_care(p, m, v, g, care), 0)) {
+      if (kDecoupled && update_scaled(p, m, v, g, s, care)) return Road::kScaled;
       Wide wp = widen(p), wm = widen(m), wv = widen(v);
       update<Wide>(wp, wm, wv, widen(g), s);
       p = narrow(wp), m = narrow(wm), v = narrow(wv);
-    } else {
-      update<Vec>(p, m, v, g, s);
+      return Road::kWide;
     }
+    update<Vec>(p, m, v, g, s);
+    return Road::kPlain;
   }
+};
+
+// The same, and how many vectors took each road.
+template <class Rule>
+struct Counting {
+  const Rule& rule;
+  int64_t* vectors;
+
+  inline void operator()(Vec& p, Vec& m, Vec& v, Vec g) const { ++vectors[static_cast<int>(rule(p, m, v, g))]; }
 };
 
 // The same traffic without arithmetic: every value read is written somewhere, so no load or store can be dropped.
@@ -167,6 +185,14 @@ void adam(const AdamArrays& a, int64_t begin, int64_t end, const AdamScalars& s,
   } else {
     update_by_grad(a, begin, end, Adam<false, kTakesCare>{s, care});
   }
+}
+
+// The update with decoupled decay, fp32 gradients and no weight; adds to vectors[kNumRoads].
+template <bool kTakesCare>
+void count_roads(const AdamArrays& a, int64_t begin, int64_t end, const AdamScalars& s, int64_t* vectors) {
+  using Rule = Adam<true, kTakesCare>;
+  const Rule rule{s, Care(s)};
+  update_range<Counting<Rule>, float, NoWeight>(a, begin, end, Counting<Rule>{rule, vectors});
 }
 
 void pattern(const AdamArrays& a, int64_t begin, int64_t end) { update_by_grad(a, begin, end, Pattern{}); }

@@ -205,6 +205,19 @@ void py_adam_update(const py::object& master, const py::object& exp_avg, const p
               threads);
 }
 
+std::vector<int64_t> py_adam_roads(const py::object& master, const py::object& exp_avg, const py::object& exp_avg_sq,
+                                   const py::object& grad, const py::object& scalars, double grad_scale,
+                                   const py::object& isa) {
+  const Isa& chosen = choose_isa(isa);
+  if (chosen.count_roads == nullptr) refuse(std::string("isa: ") + chosen.name + " has one road only");
+  const auto arrays = check_arrays(master, exp_avg, exp_avg_sq, grad, py::none());
+  if (arrays.first.grad_dtype != Dtype::kFloat32) refuse("grad: expected float32");
+  const Tensor row = inspect("scalars", scalars, kFloat32Only, 1);
+  check_numel(row, kNumScalars, "a row of scalars");
+  const py::gil_scoped_release release;
+  return adam_roads(chosen, arrays.first, arrays.second, row.data<const float>(), static_cast<float>(grad_scale));
+}
+
 double py_adam_pattern(const py::object& master, const py::object& exp_avg, const py::object& exp_avg_sq,
                        const py::object& grad, const py::object& weight, int64_t num_threads, const py::object& isa) {
   const Isa& chosen = choose_isa(isa);
@@ -246,6 +259,9 @@ PYBIND11_MODULE(_C, module) {
              py::arg("grad"), py::arg("weight"), py::arg("segments"), py::arg("scalars"), py::arg("grad_scale"),
              py::arg("decoupled"), py::arg("num_threads"), py::arg("isa") = py::none(),
              "Update in place, see deep_offload.kernels.cpu.adam_update. Releases the GIL.");
+  module.def("adam_roads", &py_adam_roads, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+             py::arg("grad"), py::arg("scalars"), py::arg("grad_scale"), py::arg("isa"),
+             "Update with one row of scalars and decoupled decay; the numbers of vectors [plain, scaled, wide].");
   module.def("adam_pattern", &py_adam_pattern, py::arg("master"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
              py::arg("grad"), py::arg("weight"), py::arg("num_threads"), py::arg("isa") = py::none(),
              "Seconds of the update's reads and writes without its arithmetic. Destroys the contents.");

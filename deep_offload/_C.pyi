@@ -17,6 +17,15 @@ def adam_update(
     num_threads: int,
     isa: str | None = None,
 ) -> None: ...
+def adam_roads(
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    grad: Tensor,
+    scalars: Tensor,
+    grad_scale: float,
+    isa: str,
+) -> list[int]: ...
 def adam_pattern(
     master: Tensor,
     exp_avg: Tensor,

@@ -38,8 +38,8 @@ inline Vec sqrt(Vec a) { return {_mm256_sqrt_ps(a.x)}; }
 
 // --- Wide: each lane as a double that is an fp32 value. No instruction here meets a subnormal operand or result. ---
 
-// The fp32 value nearest to `value`, ties to even. Adding and taking away 1.5 times the power of two whose ULP in double
-// is fp32's ULP at `value` rounds there; below 2^-126 that ULP stays 2^-149. The sign of a zero is put back.
+// The fp32 value nearest to `value`, ties to even. Adding and taking away 1.5 times the power of two whose ULP in
+// double is fp32's ULP at `value` rounds there; below 2^-126 that ULP stays 2^-149. The sign of a zero is put back.
 inline __m256d round_half(__m256d value) {
   const __m256d power = _mm256_and_pd(value, _mm256_castsi256_pd(_mm256_set1_epi64x(0x7ff0000000000000)));
   const __m256d shift = _mm256_max_pd(_mm256_mul_pd(power, _mm256_set1_pd(0x1.8p29)), _mm256_set1_pd(0x1.8p-97));
@@ -178,7 +178,8 @@ inline void stream_fence() { _mm_sfence(); }
 #endif
 
 const Isa kAvx2 = {"avx2", cpu_has_avx2, avx2::adam<false>, avx2::hold, avx2::pattern};
-const Isa kAvx2Wide = {"avx2_wide", cpu_has_avx2, avx2::adam<true>, avx2::hold, avx2::pattern};
+const Isa kAvx2Wide = {"avx2_wide", cpu_has_avx2, avx2::adam<true>,
+                       avx2::hold, avx2::pattern, avx2::count_roads<true>};
 
 }  // namespace deep_offload
 

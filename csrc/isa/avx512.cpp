@@ -44,8 +44,8 @@ inline Vec sqrt(Vec a) { return {_mm512_sqrt_ps(a.x)}; }
 
 // --- Wide: each lane as a double that is an fp32 value. No instruction here meets a subnormal operand or result. ---
 
-// The fp32 value nearest to `value`, ties to even. Adding and taking away 1.5 times the power of two whose ULP in double
-// is fp32's ULP at `value` rounds there; below 2^-126 that ULP stays 2^-149. The sign of a zero is put back.
+// The fp32 value nearest to `value`, ties to even. Adding and taking away 1.5 times the power of two whose ULP in
+// double is fp32's ULP at `value` rounds there; below 2^-126 that ULP stays 2^-149. The sign of a zero is put back.
 inline __m512d round_half(__m512d value) {
   const __m512d power = _mm512_and_pd(value, _mm512_castsi512_pd(_mm512_set1_epi64(0x7ff0000000000000)));
   const __m512d shift = _mm512_max_pd(_mm512_mul_pd(power, _mm512_set1_pd(0x1.8p29)), _mm512_set1_pd(0x1.8p-97));
@@ -114,6 +114,8 @@ inline bool needs_care(Vec p, Vec m, Vec v, Vec g, const Care& care) {
   return huge == 0;
 }
 
+#include "isa/avx512_scaled.inc.h"
+
 // --- Memory ---
 
 inline __mmask16 first_lanes(int64_t n) { return static_cast<__mmask16>((1u << n) - 1u); }
@@ -169,7 +171,8 @@ inline void stream_fence() { _mm_sfence(); }
 #endif
 
 const Isa kAvx512 = {"avx512", cpu_has_avx512, avx512::adam<false>, avx512::hold, avx512::pattern};
-const Isa kAvx512Wide = {"avx512_wide", cpu_has_avx512, avx512::adam<true>, avx512::hold, avx512::pattern};
+const Isa kAvx512Wide = {"avx512_wide", cpu_has_avx512, avx512::adam<true>,
+                         avx512::hold, avx512::pattern, avx512::count_roads<true>};
 
 }  // namespace deep_offload
 

@@ -9,7 +9,7 @@ extern const Isa kScalar;
 extern const Isa kPortable;
 #if defined(__x86_64__)
 extern const Isa kAvx2;
-extern const Isa kAvx2Wide;  // *Wide: tiny elements take the road of care.h
+extern const Isa kAvx2Wide;  // *Wide: tiny elements take a road of care.h
 extern const Isa kAvx512;
 extern const Isa kAvx512Wide;
 #endif
