@@ -26,7 +26,7 @@ R0 = Run("ours_r0", f"{OFFLOAD} --offload-resident-fraction 0", expected_s=20)
 R05 = Run("ours_r05", f"{OFFLOAD} --offload-resident-fraction 0.5", expected_s=20)
 AUTO = Run("ours_auto", OFFLOAD, iterations=16, expected_s=20)
 FP32 = replace(R0, name="ours_r0_fp32_grads", fp32_grads=True)
-VERIFY_INTERVAL = 5
+VERIFY_INTERVAL = 4
 VERIFIED = replace(
     R0, name="ours_r0_verified", words=f"{R0.words} --offload-verify-interval {VERIFY_INTERVAL}", iterations=27
 )

@@ -90,9 +90,13 @@ def _with_chosen_slots(config: OffloadConfig, result: Forecast) -> OffloadConfig
     """
     if config.offload_num_slots != "auto" or config.offload_resident_fraction != 0:
         return config
-    choices = [stage.choice for stage in result.stages]
-    chosen = [choice.num_slots for choice in choices if choice.placement.count(Place.GPU) > FEW_SLOTS]
-    return replace(config, offload_num_slots=min(chosen)) if chosen else config
+    placed = [(stage.choice.num_slots, stage.choice.placement.count(Place.GPU)) for stage in result.stages]
+    chosen = [slots for slots, streamed in placed if streamed > FEW_SLOTS]
+    # A stage that streams no more than it has slots says nothing of others.
+    free = [slots for slots, streamed in placed if FEW_SLOTS <= slots < streamed]
+    if not chosen:
+        return config
+    return replace(config, offload_num_slots=min(free) if free else max(chosen))
 
 
 def _changed_flags(config: OffloadConfig) -> list[str]:

@@ -27,93 +27,93 @@ case "$GPUS x $GPU_GB GB" in
     IMPOSSIBLE="bf16 weights 24.2 and gradients 24.2 GiB exceed the usable 37.0 GiB before any optimizer state"
     ;;
 "2 x 40 GB")
-    # GPU: 34.9 of 37.0 usable GiB = weights 12.1, gradients 12.1 (bf16), activations
-    # 1.1, logits 0.4, working 0.4, optimizer state 5.7, slots and upcast 3.1.
+    # GPU: 35.5 of 37.0 usable GiB = weights 12.1, gradients 12.1 (bf16), activations
+    # 1.1, logits or a layer's largest tensors 0.4, optimizer state 6.7, slots and upcast 3.1.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 126.2 GiB of the node, pinned: 9 % of the state stay on the GPU; of the rest the
+    # Host: 123.9 GiB of the node, pinned: 11 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 75 % (bound by h2d).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
+    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=10
     ;;
 "4 x 40 GB")
-    # GPU: 34.7 of 37.0 usable GiB = weights 12.1, gradients 12.1 (bf16), activations
-    # 1.1, logits 0.4, working 0.4, optimizer state 6.5, slots and upcast 2.0.
+    # GPU: 35.7 of 37.0 usable GiB = weights 12.1, gradients 12.1 (bf16), activations
+    # 1.1, logits or a layer's largest tensors 0.4, optimizer state 8.0, slots and upcast 2.0.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 98.4 GiB of the node, pinned: 22 % of the state stay on the GPU; of the rest the
+    # Host: 93.3 GiB of the node, pinned: 27 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by d2h).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
+    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=10
     ;;
 "8 x 40 GB")
-    # GPU: 35.1 of 37.0 usable GiB = weights 12.1, gradients 12.1 (bf16), activations
-    # 1.1, logits 0.4, working 0.4, optimizer state 7.9, slots and upcast 1.0.
+    # GPU: 35.5 of 37.0 usable GiB = weights 12.1, gradients 12.1 (bf16), activations
+    # 1.1, logits or a layer's largest tensors 0.4, optimizer state 8.8, slots and upcast 1.0.
     # Full recomputation: activations would take 14.3 GiB otherwise.
     # bf16 gradients: fp32 ones would take 24.2 GiB.
-    # Host: 60.6 GiB of the node, pinned: 52 % of the state stay on the GPU; of the rest the
+    # Host: 53.4 GiB of the node, pinned: 59 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 100 % (bound by dram).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=9
+    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=10
     ;;
 "1 x 80 GB")
-    # GPU: 73.0 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 2.3, logits 0.8, working 0.5, optimizer state 17.3, slots and upcast 3.6.
+    # GPU: 72.8 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 2.3, logits or a layer's largest tensors 0.5, optimizer state 17.9, slots and upcast 3.6.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 118.2 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 75 % (bound by h2d).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
+    # Host: 117.7 GiB of the node, pinned: 15 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 75 % (bound by dram).
+    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=22
     ;;
 "2 x 80 GB")
-    # GPU: 72.3 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 2.3, logits 0.8, working 0.5, optimizer state 17.1, slots and upcast 3.1.
+    # GPU: 72.5 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 2.3, logits or a layer's largest tensors 0.5, optimizer state 18.2, slots and upcast 3.1.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 94.5 GiB of the node, pinned: 28 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 91 % (bound by d2h).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
+    # Host: 91.4 GiB of the node, pinned: 30 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 92 % (bound by d2h).
+    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=22
     ;;
 "4 x 80 GB")
-    # GPU: 72.7 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 2.3, logits 0.8, working 0.5, optimizer state 19.1, slots and upcast 1.5.
+    # GPU: 73.0 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 2.3, logits or a layer's largest tensors 0.5, optimizer state 20.2, slots and upcast 1.5.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 54.9 GiB of the node, pinned: 63 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 58 % (bound by cpu).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=21
+    # Host: 50.2 GiB of the node, pinned: 66 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 54 % (bound by cpu).
+    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=22
     ;;
 "8 x 80 GB")
-    # GPU: 67.2 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 2.3, logits 0.8, working 0.5, optimizer state 15.2, slots and upcast 0.0.
+    # GPU: 66.4 of 75.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 2.3, logits or a layer's largest tensors 0.5, optimizer state 15.2, slots and upcast 0.0.
     # Full recomputation: activations would take 28.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=none
     ;;
 "1 x 141 GB")
-    # GPU: 130.0 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 28.5, logits 0.8, working 0.5, optimizer state 48.1, slots and upcast 3.6.
+    # GPU: 130.4 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 28.5, logits or a layer's largest tensors 0.8, optimizer state 49.0, slots and upcast 3.6.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 88.8 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 59 % (bound by dram).
-    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=52
+    # Host: 87.7 GiB of the node, pinned: 41 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 58 % (bound by dram).
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=53
     ;;
 "2 x 141 GB")
-    # GPU: 129.5 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 28.5, logits 0.8, working 0.5, optimizer state 48.2, slots and upcast 3.1.
+    # GPU: 130.0 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 28.5, logits or a layer's largest tensors 0.8, optimizer state 49.2, slots and upcast 3.1.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
-    # Host: 26.7 GiB of the node, pinned: 80 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 96 % (bound by d2h).
-    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=52
+    # Host: 24.0 GiB of the node, pinned: 81 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 100 % (bound by d2h).
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=53
     ;;
 "4 x 141 GB")
-    # GPU: 108.6 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
-    # 28.5, logits 0.8, working 0.5, optimizer state 30.3, slots and upcast 0.0.
+    # GPU: 108.1 of 132.0 usable GiB = weights 24.2, gradients 24.2 (bf16), activations
+    # 28.5, logits or a layer's largest tensors 0.8, optimizer state 30.3, slots and upcast 0.0.
     # bf16 gradients: fp32 ones would take 48.5 GiB.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=none
     ;;
 "8 x 141 GB")
-    # GPU: 117.7 of 132.0 usable GiB = weights 24.2, gradients 48.5 (fp32), activations
-    # 28.5, logits 0.8, working 0.5, optimizer state 15.2, slots and upcast 0.0.
+    # GPU: 117.2 of 132.0 usable GiB = weights 24.2, gradients 48.5 (fp32), activations
+    # 28.5, logits or a layer's largest tensors 0.8, optimizer state 15.2, slots and upcast 0.0.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=none GRADIENTS=fp32 BUDGET_GIB=none
     ;;

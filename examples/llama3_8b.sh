@@ -27,86 +27,85 @@ case "$GPUS x $GPU_GB GB" in
     IMPOSSIBLE="bf16 weights 15.0 and gradients 15.0 GiB, logits 6.0 GiB and activations exceed the usable 37.0 GiB before any optimizer state; SEQ_LENGTH=2048 would fit, with a plan of one's own"
     ;;
 "2 x 40 GB")
-    # GPU: 35.1 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
-    # 1.6, logits 3.1, working 0.9, optimizer state 11.3, slots and upcast 3.3.
+    # GPU: 34.8 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
+    # 1.6, logits or a layer's largest tensors 2.5, optimizer state 13.3, slots and upcast 2.4.
     # Full recomputation: activations would take 18.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 60.2 GiB of the node, pinned: 30 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 74 % (bound by d2h).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=15
+    # Host: 54.9 GiB of the node, pinned: 35 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 76 % (bound by d2h).
+    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=17
     ;;
 "4 x 40 GB")
-    # GPU: 35.2 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
-    # 1.6, logits 3.1, working 0.9, optimizer state 12.3, slots and upcast 2.4.
+    # GPU: 35.8 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
+    # 1.6, logits or a layer's largest tensors 2.5, optimizer state 14.3, slots and upcast 2.4.
     # Full recomputation: activations would take 18.5 GiB otherwise.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 27.1 GiB of the node, pinned: 67 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 100 % (bound by d2h).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=15
+    # Host: 22.8 GiB of the node, pinned: 79 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 36 % (bound by cpu).
+    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=17
     ;;
 "8 x 40 GB")
-    # GPU: 29.9 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
-    # 1.6, logits 3.1, working 0.9, optimizer state 9.3, slots and upcast 0.0.
+    # GPU: 35.8 of 37.0 usable GiB = weights 7.5, gradients 15.0 (fp32), activations
+    # 1.6, logits or a layer's largest tensors 2.5, optimizer state 9.3, slots and upcast 0.0.
     # Full recomputation: activations would take 18.5 GiB otherwise.
-    # bf16 gradients: fp32 ones would take 15.0 GiB.
     # All state fits beside them: offload is not needed and would gain nothing.
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=none
+    TENSOR=2 RECOMPUTE=full GRADIENTS=fp32 BUDGET_GIB=none
     ;;
 "1 x 80 GB")
-    # GPU: 73.1 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
-    # 3.1, logits 6.0, working 1.4, optimizer state 30.2, slots and upcast 2.4.
+    # GPU: 73.7 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 33.3, slots and upcast 2.4.
     # Full recomputation: activations would take 36.8 GiB otherwise.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 48.2 GiB of the node, pinned: 40 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 92 % (bound by d2h).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=33
+    # Host: 48.1 GiB of the node, pinned: 44 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 71 % (bound by cpu).
+    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=36
     ;;
 "2 x 80 GB")
-    # GPU: 70.5 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
-    # 3.1, logits 6.0, working 1.4, optimizer state 30.1, slots and upcast 0.0.
+    # GPU: 71.0 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 33.1, slots and upcast 0.0.
     # Full recomputation: activations would take 36.8 GiB otherwise.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 20.5 GiB of the node, pinned: 83 % of the state stay on the GPU; of the rest the
+    # Host: 12.0 GiB of the node, pinned: 91 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 0 % (bound by cpu).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=33
+    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=36
     ;;
 "4 x 80 GB")
-    # GPU: 74.1 of 75.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 3.1, logits 6.0, working 1.4, optimizer state 18.7, slots and upcast 0.0.
+    # GPU: 71.6 of 75.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
+    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 18.7, slots and upcast 0.0.
     # Full recomputation: activations would take 36.8 GiB otherwise.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=full GRADIENTS=fp32 BUDGET_GIB=none
     ;;
 "8 x 80 GB")
-    # GPU: 64.8 of 75.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 3.1, logits 6.0, working 1.4, optimizer state 9.3, slots and upcast 0.0.
+    # GPU: 62.2 of 75.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
+    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 9.3, slots and upcast 0.0.
     # Full recomputation: activations would take 36.8 GiB otherwise.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=full GRADIENTS=fp32 BUDGET_GIB=none
     ;;
 "1 x 141 GB")
-    # GPU: 129.7 of 132.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
-    # 36.8, logits 6.0, working 1.4, optimizer state 53.1, slots and upcast 2.4.
+    # GPU: 130.3 of 132.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 55.1, slots and upcast 2.4.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 26.4 GiB of the node, pinned: 72 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 59 % (bound by cpu).
-    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=56
+    # Host: 24.1 GiB of the node, pinned: 74 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 54 % (bound by cpu).
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=58
     ;;
 "2 x 141 GB")
-    # GPU: 126.5 of 132.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 36.8, logits 6.0, working 1.4, optimizer state 37.4, slots and upcast 0.0.
+    # GPU: 125.0 of 132.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 37.4, slots and upcast 0.0.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=none GRADIENTS=fp32 BUDGET_GIB=none
     ;;
 "4 x 141 GB")
-    # GPU: 107.8 of 132.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 36.8, logits 6.0, working 1.4, optimizer state 18.7, slots and upcast 0.0.
+    # GPU: 106.3 of 132.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 18.7, slots and upcast 0.0.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=none GRADIENTS=fp32 BUDGET_GIB=none
     ;;
 "8 x 141 GB")
-    # GPU: 98.4 of 132.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 36.8, logits 6.0, working 1.4, optimizer state 9.3, slots and upcast 0.0.
+    # GPU: 97.0 of 132.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 9.3, slots and upcast 0.0.
     # All state fits beside them: offload is not needed and would gain nothing.
     TENSOR=1 RECOMPUTE=none GRADIENTS=fp32 BUDGET_GIB=none
     ;;

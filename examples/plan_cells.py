@@ -189,7 +189,7 @@ def script_case(cell: Cell) -> list[str]:
         head,
         f"    # GPU: {gib(stage.gpu_bytes)} of {gib(usable)} usable GiB = weights {gib(model.weights)}, gradients "
         f"{gib(model.gradients)} ({grads}), activations",
-        f"    # {gib(model.activations)}, logits {gib(model.head)}, working {gib(model.working)}, optimizer state "
+        f"    # {gib(model.activations)}, logits or a layer's largest tensors {gib(model.largest)}, optimizer state "
         f"{gib(choice.device_bytes.resident)}, slots and upcast "
         f"{gib(choice.device_bytes.slots + choice.device_bytes.upcast)}.",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from deep_offload.config import OffloadConfig
@@ -248,10 +248,14 @@ class _Search:
         total, limit = host_state_bytes(self.layout, placement, state, reserved).total, self.limits.host_bytes
         return reserved if limit is None or total <= _RESERVE_LIMIT * limit else frozenset()
 
-    def _best_of_shares(self, residents: int, state: StateFormat, num_slots: int) -> tuple[Placement, str]:
-        """The best placement with this many residents and slots, and how it was found."""
+    def _best_of_shares(
+        self, residents: int, state: StateFormat, num_slots: int, also: Collection[int] = ()
+    ) -> tuple[Placement, str]:
+        """The best placement with this many residents and slots, and how it was found. also: numbers of streamed
+        subgroups to try in any case."""
         offloaded = len(self.layout.subgroups) - residents
         candidates, why = self._candidates(offloaded, state)
+        candidates = sorted({*candidates, *also})
         fitting = {j: p for j in candidates if self._fits(p := self._placement(j, residents), state, num_slots)}
         if not fitting:
             nearest = min((self._placement(j, residents) for j in candidates), key=lambda p: self._host_total(p, state))
@@ -281,7 +285,8 @@ class _Search:
         many = next((n for n in (most, MANY_SLOTS) if self._fits(few, state, n)), None)
         if many is None:
             return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} do not fit"
-        found = forced if forced is not None else self._best_of_shares(residents, state, many)[0]
+        also = [few.count(Place.GPU)]  # it fits, which no share of the grid may
+        found = forced if forced is not None else self._best_of_shares(residents, state, many, also)[0]
         gain = 1 - self._cost(found, state, many) / self._cost(few, state)
         if gain < _MANY_SLOTS_GAIN:
             return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {many} would gain less than 2 %"

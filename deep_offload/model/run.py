@@ -194,10 +194,12 @@ def _chunks_in_flight(run: RunShape, pipeline_rank: int) -> int:
 
 
 def _head_bytes(run: RunShape) -> int:
-    """Final norm, and logits in the parameters' type beside their fp32 copy, which becomes the softmax in place."""
+    """Final norm, and logits in the parameters' type beside their fp32 copy, which becomes the softmax in place; or
+    later the logits' gradient beside that of their weights."""
     norm = 2 * run.model.hidden_size * run.param_bytes
     vocab = run.model.padded_vocab_size // run.parallel.tensor
-    return _tokens(run) * (norm + vocab * (run.param_bytes + 4))
+    logits = _tokens(run) * vocab * run.param_bytes
+    return _tokens(run) * norm + logits + max(_tokens(run) * vocab * 4, vocab * run.model.hidden_size * run.param_bytes)
 
 
 @dataclass(frozen=True, slots=True)

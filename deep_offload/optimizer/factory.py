@@ -109,7 +109,8 @@ def hardware_queue_warning(device_type: str, offloads: bool, num_tensor_ranks: i
         return []
     return [
         "warning: CUDA_DEVICE_MAX_CONNECTIONS=1 leaves copies and compute one hardware queue, and an iteration of 3.48 "
-        "B parameters took 1.08 times as long with it (docs/performance.md): unset it, only tensor parallelism uses it"
+        "B parameters took 1.08 times as long with it in a run on an H200 (docs/performance.md): unset it, only tensor "
+        "parallelism uses it"
     ]
 
 

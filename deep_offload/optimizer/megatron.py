@@ -170,6 +170,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
 
     def close(self) -> None:
         """Finish all work and release host memory."""
+        self._check.close()
         self._engine.close()
 
     def _adam_class(self, group: dict[str, Any]) -> AdamClass:

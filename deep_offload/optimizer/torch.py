@@ -133,6 +133,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """End the lanes and release host memory; the parameters stay usable."""
+        self._check.close()
         self._engine.close()
 
     @property

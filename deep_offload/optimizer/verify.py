@@ -57,12 +57,12 @@ class UpdateCheck:
         engine = self._engine
         i = (step // self._interval - 1) % len(engine.layout.subgroups)
         engine.synchronize()  # read after write: the flush of the step before
-        kept = self._allocate(i)
+        self.close()
+        self._before = kept = self._allocate(i)
         for start, end in self._pieces(i):
             for name, values in engine.read_state(i, start, end, merge_on=engine.device).items():
                 kept.state[name][start:end].copy_(values)
         kept.grad.copy_(engine.read_grad(i))
-        self._before = kept
 
     def after(self, step: int) -> None:
         """Compare, if `before` kept something. Raises UpdateMismatch."""
@@ -75,6 +75,12 @@ class UpdateCheck:
             for name in (*_STATE, _PARAMETER):
                 self._compare(name, step, before)
         self.num_checks += 1
+
+    def close(self) -> None:
+        """Release what a step that failed has left."""
+        before, self._before = self._before, None
+        if before is not None and before.arena is not None:
+            before.arena.close()
 
     def _allocate(self, i: int) -> _Before:
         """Room for the copies of subgroup i; on the host in huge pages, pinned where there is a GPU."""

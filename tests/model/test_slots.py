@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,12 @@ from deep_offload.model.cost import StateFormat
 from deep_offload.model.dry_run import forecast
 from deep_offload.model.gpt import named_shape
 from deep_offload.model.machines import BUILT_IN_PROFILES
-from deep_offload.model.memory import slot_bytes
+from deep_offload.model.memory import host_state_bytes, slot_bytes
 from deep_offload.model.planning import single_gpu_run
 from deep_offload.model.residency import choose_with_residents
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
+from deep_offload.plan.placement import place_by_share
 from tests.plan.strategies import placed_cases, profiles
 
 H200 = BUILT_IN_PROFILES["h200"]
@@ -87,6 +89,26 @@ def test_slots_grow_with_the_model(subgroups, spare, slots):
     assert choice.num_slots == slots
     four = choose(compute, layout, offload_num_slots=4)
     assert choice.predicted_iteration_seconds <= four.predicted_iteration_seconds
+
+
+def test_a_share_that_fits_with_four_is_tried_with_more():
+    """Where no share of the grid fits with eight slots, for the host's bytes or the GPU's, the best with four does."""
+    layout = build_layout([ShardSpec(34 << 24, 2, 2)], 1 << 24)
+    rates = {name: getattr(H200, name) / 10 for name in H200.__dataclass_fields__ if name.startswith(("h2d_", "d2h_"))}
+    state = StateFormat(True, "param")
+    for streamed, spare in itertools.product((5, 6, 7), (5, 6, 7)):
+        host = host_state_bytes(layout, place_by_share(34, streamed / 34, 0.0), state).total
+        choice = choose_placement(
+            layout,
+            OffloadConfig(interleaved_offload=True, offload_resident_fraction=0.0),
+            replace(H200, **rates),
+            spare_device_bytes=spare * SLOT,
+            host_limit_bytes=host,
+            can_split=True,
+            compute=Compute(0.02, 0.06),
+        )
+        assert choice.host_bytes.total <= host
+        assert choice.num_slots == FOUR or choice.device_bytes.total <= spare * SLOT
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 5, 8, 11])
