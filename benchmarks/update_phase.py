@@ -37,7 +37,7 @@ from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.placement import gpu_share_of
-from deep_offload.runtime.measure import keep_profile
+from deep_offload.runtime.measure import all_ranks, keep_profile
 
 ENDLESS_SECONDS = 10.0
 """A backward pass behind which all flushes and prefetches are done."""
@@ -195,9 +195,9 @@ class Row:
 
 def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank, *, follows: bool = False) -> Row:
     """Build, measure and print one setting. follows: its updates correct the machine's profile."""
-    rank.together()  # the machine's rates, measured by the first one, hold with all ranks at work
+    rank.together()
     begin = time.perf_counter()
-    engine, lines = build_engine(shards, setting.config, warn=print, log=rank.say)
+    engine, lines = build_engine(shards, setting.config, warn=print, log=rank.say, together=all_ranks())
     built = time.perf_counter() - begin
     engine.keep_timelines(repeats)
     measured = measure(engine, repeats, rank.device, rank.together)

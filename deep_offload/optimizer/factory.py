@@ -25,7 +25,7 @@ from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
 from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
 from deep_offload.plan.ops import Place
 from deep_offload.runtime.limits import fair_cores, ranks_on_this_node
-from deep_offload.runtime.measure import ALONE, Together
+from deep_offload.runtime.measure import all_ranks
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 
@@ -72,7 +72,7 @@ def build_optimizer(
             late_params=late_params(model_chunks, buffers),
             cores=cores,
             ranks=ranks,
-            together=_together(),
+            together=all_ranks(),
             estimated_bytes=estimated_bytes,
             may_move=True,
             run=run,
@@ -112,19 +112,6 @@ def hardware_queue_warning(device_type: str, offloads: bool, num_tensor_ranks: i
         "B parameters took 1.08 times as long with it in a run on an H200 (docs/performance.md): unset it, only tensor "
         "parallelism uses it"
     ]
-
-
-def _together() -> Together:
-    """All ranks of the job: those of a node share its memory, and one that measured alone would find it idle."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ALONE
-
-    def any_rank(mine: bool) -> bool:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return any(everyone)
-
-    return Together(any_rank, dist.barrier)
 
 
 def build_param_groups(

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deep_offload.kernels import cpu as cpu_kernels
@@ -50,6 +52,19 @@ class Together:
 
 
 ALONE = Together()
+
+
+def all_ranks() -> Together:
+    """All ranks of the job: those of a node share its memory, and one that measured alone would find it idle."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ALONE
+
+    def any_rank(mine: bool) -> bool:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return any(everyone)
+
+    return Together(any_rank, dist.barrier)
 
 
 def fingerprint(device: torch.device, num_threads: int, num_ranks: int = 1) -> str:
