@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,6 +23,9 @@ from deep_offload.runtime.limits import read_host_limits
 OURS = "ours, 16-bit gradient and weight"
 SUBNORMAL = "ours, subnormal moments"
 PATTERN = "pattern of ours, 16-bit"
+ORDINARY_RANGES = ((-0.02, 0.02), (-1e-3, 1e-3), (1e-8, 1e-6), (-0.01, 0.01))
+SUBNORMAL_RANGES = ((-0.02, 0.02), (-1e-39, 1e-39), (0.0, 1e-39), (-1e-39, 1e-39))
+"""Of masters, exp_avg, exp_avg_sq and gradients."""
 _BLOCK_NUMEL = 1 << 20
 
 
@@ -47,24 +50,15 @@ def measure(numel: int, num_threads: int, repeats: int) -> dict[str, float]:
     scalars = torch.tensor([scalar_row(AdamClass(1e-4, 0.9, 0.95, 1e-8, 0.1, 10))])
     segments = torch.tensor([[0, numel, 0]])
 
-    def fill() -> None:
-        fill_with(master, -0.02, 0.02)
-        fill_with(exp_avg, -1e-3, 1e-3)
-        fill_with(exp_avg_sq, 1e-8, 1e-6)
-        fill_with(grad32, -0.01, 0.01)
-        grad16.copy_(grad32)
-
-    def fill_subnormal() -> None:
-        fill_with(master, -0.02, 0.02)
-        fill_with(exp_avg, -1e-39, 1e-39)
-        fill_with(exp_avg_sq, 0, 1e-39)
-        fill_with(grad32, -1e-39, 1e-39)
+    def fill(ranges: Sequence[tuple[float, float]]) -> None:
+        for array, (low, high) in zip((master, exp_avg, exp_avg_sq, grad32), ranges, strict=True):
+            fill_with(array, low, high)
         grad16.copy_(grad32)
 
     def ours(grad: torch.Tensor, weight: torch.Tensor | None) -> None:
         cpu.adam_update(master, exp_avg, exp_avg_sq, grad, weight, segments, scalars, 0.9, True, num_threads)
 
-    fill()
+    fill(ORDINARY_RANGES)
     parameter = torch.nn.Parameter(master)
     parameter.grad = grad32
     torch.set_num_threads(num_threads)
@@ -80,7 +74,7 @@ def measure(numel: int, num_threads: int, repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeats):
         for name, call in contenders.items():
-            (fill_subnormal if name == SUBNORMAL else fill)()
+            fill(SUBNORMAL_RANGES if name == SUBNORMAL else ORDINARY_RANGES)
             times[name].append(seconds(call))
     return {name: numel / statistics.median(t) for name, t in times.items()}
 

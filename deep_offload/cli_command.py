@@ -84,19 +84,19 @@ def _precision_words(run: RunShape) -> str:
 
 
 def _with_chosen_slots(config: OffloadConfig, result: Forecast) -> OffloadConfig:
-    """Where the number of slots was open, the chosen one, for all stages the smallest.
+    """Where the number of slots was open, the chosen one: of stages that would use more, the smallest, else the
+    largest.
 
     Training would choose anew and knows less: neither its activations nor its compute before the first step.
     """
     if config.offload_num_slots != "auto" or config.offload_resident_fraction != 0:
         return config
     placed = [(stage.choice.num_slots, stage.choice.placement.count(Place.GPU)) for stage in result.stages]
-    chosen = [slots for slots, streamed in placed if streamed > FEW_SLOTS]
-    # A stage that streams no more than it has slots says nothing of others.
-    free = [slots for slots, streamed in placed if FEW_SLOTS <= slots < streamed]
-    if not chosen:
+    most, streamed = max(placed)
+    if streamed <= FEW_SLOTS:
         return config
-    return replace(config, offload_num_slots=min(free) if free else max(chosen))
+    # A stage with a slot for each streamed subgroup says nothing of others.
+    return replace(config, offload_num_slots=min((slots for slots, count in placed if slots < count), default=most))
 
 
 def _changed_flags(config: OffloadConfig) -> list[str]:

@@ -287,7 +287,7 @@ class _Search:
             return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} do not fit"
         also = [few.count(Place.GPU)]  # it fits, which no share of the grid may
         found = forced if forced is not None else self._best_of_shares(residents, state, many, also)[0]
-        gain = 1 - self._cost(found, state, many) / self._cost(few, state)
+        gain = 1 - self._cost(found, state, many) / self._cost(few, state, FEW_SLOTS)
         if gain < _MANY_SLOTS_GAIN:
             return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {many} would gain less than 2 %"
         used = min(many, found.count(Place.GPU))
@@ -390,14 +390,13 @@ class _Search:
         self.played[placement, state, num_slots] = played
         return played
 
-    def _cost(self, placement: Placement, state: StateFormat, num_slots: int | None = None) -> float:
-        return self._simulate(placement, state, num_slots or self._num_slots).iteration_seconds
+    def _cost(self, placement: Placement, state: StateFormat, num_slots: int) -> float:
+        return self._simulate(placement, state, num_slots).iteration_seconds
 
     def _host_total(self, placement: Placement, state: StateFormat) -> int:
         return host_state_bytes(self.layout, placement, state).total
 
-    def _fits(self, placement: Placement, state: StateFormat, num_slots: int | None = None) -> bool:
-        num_slots = num_slots or self._num_slots
+    def _fits(self, placement: Placement, state: StateFormat, num_slots: int) -> bool:
         device = device_state_bytes(self.layout, placement, state, num_slots).total
         return self.limits.hold(self._host_total(placement, state), device, is_spare=num_slots > self._num_slots)
 

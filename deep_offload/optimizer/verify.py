@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -66,18 +65,20 @@ class UpdateCheck:
 
     def after(self, step: int) -> None:
         """Compare, if `before` kept something. Raises UpdateMismatch."""
-        before, self._before = self._before, None
+        before = self._before
         if before is None:
             return
-        with _closed(before.arena):
+        try:
             self._engine.repeat_update(before.subgroup, before.state, before.grad)
             self._engine.synchronize()  # read after write: this step's update and flush
             for name in (*_STATE, _PARAMETER):
                 self._compare(name, step, before)
+        finally:
+            self.close()
         self.num_checks += 1
 
     def close(self) -> None:
-        """Release what a step that failed has left."""
+        """Release the copies, also those that a step which failed has left."""
         before, self._before = self._before, None
         if before is not None and before.arena is not None:
             before.arena.close()
@@ -136,12 +137,3 @@ def _message(name: str, step: int, before: _Before, count: int, first: int, trai
         f"{before.grad.numel()} elements after step {step}, first at {first} ({trained:.9g} trained, {repeated:.9g} "
         "repeated): stop using this machine until its memory and GPU are tested, and go on from the last checkpoint"
     )
-
-
-@contextmanager
-def _closed(arena: HostArena | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if arena is not None:
-            arena.close()

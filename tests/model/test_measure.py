@@ -10,7 +10,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from deep_offload.kernels.cpu import ExtensionMissingError, extension  # noqa: E402
 from deep_offload.model.hardware import HardwareProfile, profile_from_json, profile_to_json  # noqa: E402
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file  # noqa: E402
 from deep_offload.runtime import measure  # noqa: E402
@@ -20,10 +19,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def measured() -> HardwareProfile:
-    try:
-        extension()
-    except ExtensionMissingError as error:
-        pytest.skip(str(error))
     return measure.measure_profile(CPU, 1)
 
 
