@@ -10,8 +10,8 @@ of the lanes, and which part of the update the launching thread works itself. Wi
 and its share of the cores; they start each timed update together, and rates are listed by rank.
 
 --cover varies shares, strides, slots, threads, wires, residents and sizes, every share twice with the others between,
-and ends with how far predictions were off and how near the chosen share came to the best one. Each setting's updates
-correct the rates that the next one with as many threads is predicted by, as the first ten of a training run do.
+and ends with how far predictions were off and how near the chosen share came to the best one. A setting whose updates
+contradict its rates corrects those that the next one with as many threads is predicted by, as in a training run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ import torch.distributed as dist
 
 from deep_offload.config import OffloadConfig
 from deep_offload.kernels.scalars import AdamClass
-from deep_offload.model.calibrate import corrected_profile
+from deep_offload.model.calibrate import corrected_profile, lanes_are_off
 from deep_offload.model.choose import Compute
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import OffloadEngine
+from deep_offload.optimizer.follow import LANE_TOLERANCE
 from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.placement import gpu_share_of
 from deep_offload.runtime.measure import all_ranks, keep_profile
@@ -203,7 +204,7 @@ def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank, *, foll
     measured = measure(engine, repeats, rank.device, rank.together)
     timeline, total, expected = engine.timeline(), engine.layout.numel, engine.expected
     assert timeline is not None and expected is not None
-    if follows and expected.profile.num_gpus:
+    if follows and expected.profile.num_gpus and lanes_are_off(expected, engine.timelines(), LANE_TOLERANCE):
         keep_profile(corrected_profile(expected, engine.timelines()))
     facts = expected.judge(timeline)
     assert facts is not None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from deep_offload.model.choose import Compute
-from deep_offload.model.cost import dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.trace import Expectation, backward_seconds
 from deep_offload.plan.ops import Lane, OpKind
@@ -19,44 +19,78 @@ LEAST_FACTOR, MOST_FACTOR = 0.5, 2.0
 TOLD_CHANGE = 0.03
 """Rates that change by less are not worth a word."""
 
-_MOST_ROUNDS, _CLOSE = 24, 1e-3
-"""Corrections in a row, and the error that ends them: lanes slow each other down, so that one is not enough."""
+_CLOSE = 5e-3
+"""Lanes that are off by less are right, and rates that change by less have settled."""
 
-_RATES: Mapping[Lane, tuple[str, ...]] = {
-    Lane.CPU: (
-        "cpu_adam_fp32_params_per_s",
-        "cpu_adam_param_params_per_s",
-        "cpu_adam_fp32_busy_params_per_s",
-        "cpu_adam_param_busy_params_per_s",
-    ),
-    Lane.GPU: ("gpu_adam_params_per_s",),
-    Lane.H2D: ("h2d_bytes_per_s", "h2d_both_bytes_per_s", "h2d_busy_bytes_per_s"),
-    Lane.D2H: ("d2h_bytes_per_s", "d2h_both_bytes_per_s", "d2h_busy_bytes_per_s"),
-}
-"""All rates of a lane, idle and busy: one factor holds for them."""
+_MOST_ROUNDS, _STEP = 6, 0.03
+"""Linearizations, since lanes slow each other down, and the change of a rate's logarithm that shows what it does."""
 
-_Key = tuple[OpKind, int]
-_LaneSeconds = Mapping[Lane, Mapping[_Key, float]]
+_RATES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("cpu", ("cpu_adam_fp32_params_per_s", "cpu_adam_param_params_per_s")),
+    ("cpu", ("cpu_adam_fp32_busy_params_per_s", "cpu_adam_param_busy_params_per_s")),
+    ("h2d", ("h2d_bytes_per_s",)),
+    ("h2d", ("h2d_both_bytes_per_s",)),
+    ("h2d", ("h2d_busy_bytes_per_s",)),
+    ("d2h", ("d2h_bytes_per_s",)),
+    ("d2h", ("d2h_both_bytes_per_s",)),
+    ("d2h", ("d2h_busy_bytes_per_s",)),
+    ("memory", ("dram_bytes_per_s", "host_dram_bytes_per_s")),
+    ("gpu", ("gpu_adam_params_per_s",)),
+)
+"""What is corrected, each with one factor, and whose rate it is. The rates of a lane alone and beside others are apart:
+an update shows those that it runs at, and says less about the others."""
+
+_SAME_LANE, _SAME_HOST, _NOISE = 0.8, 0.3, 0.1
+"""What is believed before: how much rates of one lane, and any two of a host, are wrong together (correlations of
+their logarithms), and how little the busiest lane's time is to be trusted (its standard deviation over a rate's)."""
+
+_ORDER = (
+    ("cpu_adam_fp32_busy_params_per_s", "cpu_adam_fp32_params_per_s"),
+    ("cpu_adam_param_busy_params_per_s", "cpu_adam_param_params_per_s"),
+    ("h2d_both_bytes_per_s", "h2d_bytes_per_s"),
+    ("h2d_busy_bytes_per_s", "h2d_both_bytes_per_s"),
+    ("d2h_both_bytes_per_s", "d2h_bytes_per_s"),
+    ("d2h_busy_bytes_per_s", "d2h_both_bytes_per_s"),
+)
+"""Rates of which the first is never above the second, each pair before those that it limits."""
+
+_LaneSeconds = Mapping[Lane, Mapping[tuple[OpKind, int], float]]
+_Logs = Sequence[float]
+"""Logarithms of the factors of `_RATES`."""
 
 
 def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> HardwareProfile:
-    """The profile whose simulation of `expected`'s plan takes the median times that `steps` (one or more) measured.
+    """The profile that most likely took the median times which `steps` (one or more) measured of `expected`'s plan.
 
-    One factor for each lane's rates, within LEAST_FACTOR..MOST_FACTOR; lanes without work keep theirs. Where lanes
-    want more of host memory than it has on paper, its rate follows what they measured together.
+    Every rate of `_RATES` may be wrong, those of a lane and of the host rather together than apart; what the four
+    lanes' times say about them is the usual estimate (one Kalman update for each lane, linearized again and again). So
+    a rate that this plan hardly uses hardly moves, and other placements are predicted by it as before. All factors are
+    within LEAST_FACTOR..MOST_FACTOR.
     """
-    measured = _lane_seconds(steps)
-    compute = measured_compute(expected, steps)
-    factors, profile = _Factors(dict.fromkeys(_RATES, 1.0), 1.0), expected.profile
+    measured, compute = _lane_seconds(steps), measured_compute(expected, steps)
+
+    def errors(logs: _Logs) -> dict[Lane, float]:
+        believed = replace(expected, profile=_scaled(expected.profile, logs))
+        return _errors(_lane_seconds([believed.timeline(compute)]), measured)
+
+    logs: _Logs = [0.0] * len(_RATES)
     for _ in range(_MOST_ROUNDS):
-        predicted = _lane_seconds([replace(expected, profile=profile).timeline(compute)])
-        ratios = {lane: _ratio(predicted[lane], measured[lane]) for lane in _RATES}
-        if all(abs(ratio - 1) < _CLOSE for ratio in ratios.values()):
+        here, before = errors(logs), logs
+        if all(abs(error) < _CLOSE for error in here.values()):
             break
-        factors = factors.corrected(ratios, _contending(expected, profile, measured))
-        profile = _scaled(expected, factors)
+        logs = _most_likely(logs, here, _slopes(logs, here, errors), _weights(measured))
+        if all(abs(new - old) < _CLOSE for new, old in zip(logs, before)):
+            break
     source = f"{expected.profile.source.split(', measured by ')[0]}, measured by {len(steps)} updates of training"
-    return replace(profile, source=source)
+    return replace(_scaled(expected.profile, logs), source=source)
+
+
+def lanes_are_off(expected: Expectation, steps: Sequence[Timeline], tolerance: float) -> bool:
+    """Whether a lane took so many times as long as predicted, or as short; one that mostly rests may do so more."""
+    measured = _lane_seconds(steps)
+    errors = _errors(_lane_seconds([expected.timeline(measured_compute(expected, steps))]), measured)
+    weights = _weights(measured)
+    return any(abs(error) * weights[lane] > math.log(tolerance) for lane, error in errors.items())
 
 
 def measured_compute(expected: Expectation, steps: Sequence[Timeline]) -> Compute:
@@ -90,8 +124,9 @@ def _lane_seconds(steps: Sequence[Timeline]) -> _LaneSeconds:
 
     What ran before the norm met other work, backward passes and not updates.
     """
-    everything: dict[Lane, dict[_Key, list[float]]] = {lane: {} for lane in _RATES}
-    in_update: dict[Lane, dict[_Key, list[float]]] = {lane: {} for lane in _RATES}
+    lanes = [lane for lane in Lane if lane is not Lane.MAIN]
+    everything: dict[Lane, dict[tuple[OpKind, int], list[float]]] = {lane: {} for lane in lanes}
+    in_update: dict[Lane, dict[tuple[OpKind, int], list[float]]] = {lane: {} for lane in lanes}
     for step in steps:
         norm = step.norm_end
         for span in step.spans:
@@ -101,66 +136,67 @@ def _lane_seconds(steps: Sequence[Timeline]) -> _LaneSeconds:
             everything[lane].setdefault(key, []).append(span.seconds)
             if span.start >= norm:
                 in_update[lane].setdefault(key, []).append(span.seconds)
-    chosen = {lane: in_update[lane] or everything[lane] for lane in _RATES}
+    chosen = {lane: in_update[lane] or everything[lane] for lane in lanes}
     return {lane: {key: statistics.median(s) for key, s in ops.items()} for lane, ops in chosen.items()}
 
 
-def _ratio(predicted: Mapping[_Key, float], measured: Mapping[_Key, float]) -> float:
-    """How much too slow a lane is on paper, by the operations that both sides know; 1 where there are none."""
-    common = predicted.keys() & measured.keys()
-    on_paper, in_truth = (sum(side[key] for key in common) for side in (predicted, measured))
-    return on_paper / in_truth if on_paper > 0 and in_truth > 0 else 1.0
+def _errors(predicted: _LaneSeconds, measured: _LaneSeconds) -> dict[Lane, float]:
+    """By how much (logarithm) lanes take longer on paper than in truth, by the operations that both sides know."""
+    errors = {}
+    for lane in measured:
+        common = predicted[lane].keys() & measured[lane].keys()
+        on_paper, in_truth = (sum(side[lane][key] for key in common) for side in (predicted, measured))
+        if on_paper > 0 and in_truth > 0:
+            errors[lane] = math.log(on_paper / in_truth)
+    return errors
 
 
-@dataclass(frozen=True, slots=True)
-class _Factors:
-    """What each lane's rates and those of host memory are multiplied by."""
-
-    lanes: Mapping[Lane, float]
-    memory: float
-
-    def corrected(self, ratios: Mapping[Lane, float], contending: Mapping[Lane, float]) -> _Factors:
-        """By lanes' ratios; contending: bytes/s of lanes that share the whole of host memory, empty where it is not
-        the limit."""
-        memory = self.memory
-        if contending:
-            memory *= sum(ratios[lane] * rate for lane, rate in contending.items()) / sum(contending.values())
-        lanes = {lane: _bounded(factor * ratios[lane]) for lane, factor in self.lanes.items()}
-        return _Factors(lanes, _bounded(memory))
+def _weights(measured: _LaneSeconds) -> dict[Lane, float]:
+    """Work of each lane over that of the busiest: what a lane that rests takes longer hardly matters, and varies."""
+    work = {lane: sum(seconds.values()) for lane, seconds in measured.items()}
+    return {lane: seconds / max(work.values()) for lane, seconds in work.items() if seconds > 0}
 
 
-def _bounded(factor: float) -> float:
-    return min(MOST_FACTOR, max(LEAST_FACTOR, factor))
+def _slopes(
+    logs: _Logs, here: Mapping[Lane, float], errors: Callable[[_Logs], Mapping[Lane, float]]
+) -> dict[Lane, list[float]]:
+    """What a change of each rate does to each lane's time, logarithms by logarithms."""
+    slopes: dict[Lane, list[float]] = {lane: [] for lane in here}
+    for i in range(len(logs)):
+        there = errors([log - _STEP * (i == j) for j, log in enumerate(logs)])
+        for lane, error in here.items():
+            slopes[lane].append((error - there[lane]) / _STEP)
+    return slopes
 
 
-def _scaled(expected: Expectation, factors: _Factors) -> HardwareProfile:
-    profile = expected.profile
-    rates = {name: getattr(profile, name) * factors.lanes[lane] for lane, names in _RATES.items() for name in names}
-    for name in ("dram_bytes_per_s", "host_dram_bytes_per_s"):
-        rates[name] = getattr(profile, name) * factors.memory
-    scaled = replace(profile, **rates)
-    together = sum(_memory_rates(expected, scaled, busy=True).values())  # what lanes reach, memory gives
-    dram = max(scaled.dram_bytes_per_s, together)
-    host = max(scaled.host_dram_bytes_per_s, expected.num_ranks * together)
-    return replace(scaled, dram_bytes_per_s=dram, host_dram_bytes_per_s=host)
+def _most_likely(
+    logs: _Logs, here: Mapping[Lane, float], slopes: Mapping[Lane, Sequence[float]], weights: Mapping[Lane, float]
+) -> list[float]:
+    """The factors that explain the lanes' errors, which are `here` at `logs` and have these slopes."""
+    estimate = [0.0] * len(logs)
+    covariance = [[_correlation(a, b) if i != j else 1.0 for j, b in enumerate(_RATES)] for i, a in enumerate(_RATES)]
+    for lane, slope in slopes.items():
+        gain = [_dot(row, slope) for row in covariance]
+        variance = _dot(slope, gain) + (_NOISE / weights[lane]) ** 2
+        missing = _dot(slope, logs) - here[lane] - _dot(slope, estimate)
+        estimate = [log + g * missing / variance for log, g in zip(estimate, gain)]
+        covariance = [[c - a * b / variance for c, b in zip(row, gain)] for row, a in zip(covariance, gain)]
+    return [min(math.log(MOST_FACTOR), max(math.log(LEAST_FACTOR), log)) for log in estimate]
 
 
-def _memory_rates(expected: Expectation, profile: HardwareProfile, *, busy: bool) -> dict[Lane, float]:
-    """Bytes/s of host memory that each lane takes while all others work, or would take if it were endless."""
-    layout, state = expected.layout, expected.state
-    traffic = sum(dram_bytes(OpKind.UPDATE_CPU, s, state) for s in layout.subgroups) / max(1, layout.numel)
-    return {
-        Lane.CPU: profile.cpu_adam_params_per_s(state.wire, busy=busy) * traffic,
-        Lane.H2D: profile.h2d_busy_bytes_per_s if busy else profile.h2d_both_bytes_per_s,
-        Lane.D2H: profile.d2h_busy_bytes_per_s if busy else profile.d2h_both_bytes_per_s,
-    }
+def _correlation(a: tuple[str, object], b: tuple[str, object]) -> float:
+    if a[0] == b[0]:
+        return _SAME_LANE
+    return 0.0 if "gpu" in (a[0], b[0]) else _SAME_HOST
 
 
-def _contending(expected: Expectation, profile: HardwareProfile, measured: _LaneSeconds) -> dict[Lane, float]:
-    """Lanes with work that together want more of host memory than it has: what each keeps of it, bytes/s."""
-    wanted = _memory_rates(expected, profile, busy=False)
-    lanes = [lane for lane in wanted if measured[lane]]
-    if sum(wanted[lane] for lane in lanes) <= profile.rank_dram_bytes_per_s(expected.num_ranks):
-        return {}
-    kept = _memory_rates(expected, profile, busy=True)
-    return {lane: kept[lane] for lane in lanes}
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b))
+
+
+def _scaled(profile: HardwareProfile, logs: _Logs) -> HardwareProfile:
+    """The profile with these factors; no rate beside other lanes is above the one without them."""
+    rates = {name: getattr(profile, name) * math.exp(log) for (_, names), log in zip(_RATES, logs) for name in names}
+    for slower, faster in _ORDER:
+        rates[slower] = min(rates[slower], rates[faster])
+    return replace(profile, **rates)

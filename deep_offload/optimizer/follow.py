@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from deep_offload.model.calibrate import corrected_profile, measured_compute, rate_changes
+from deep_offload.model.calibrate import corrected_profile, lanes_are_off, measured_compute, rate_changes
 from deep_offload.model.choose import Compute
 from deep_offload.model.cost import op_seconds
 from deep_offload.model.moves import best_move
@@ -28,8 +28,12 @@ LEAST_UPDATES = 5
 INTERVAL = 100
 """Updates from one look at the prediction to the next: machines that others share drift within hours."""
 
-TOLERANCE = 1.1
-"""Predictions that are off by less are left alone once the rates are corrected, and not worth a line."""
+TOLERANCE, LANE_TOLERANCE = 1.05, 1.1
+"""Updates, and lanes, that are predicted better leave the rates alone: measured one by one, they serve other placements
+better than those that one update explains."""
+
+TOLD_ERROR = 1.1
+"""Predictions that are off by less are not worth a line."""
 
 SHORTEST_SECONDS = 0.1
 """Shorter updates are made of overheads, which no profile holds."""
@@ -50,7 +54,6 @@ class PlacementFollower:
         self._may_move = may_move
         self._num_updates = 0
         self._due = NUM_UPDATES
-        self._is_corrected = False
         self._steps: list[Timeline] = []
 
     def count_update(self) -> None:
@@ -80,22 +83,23 @@ class PlacementFollower:
         if expected is None or len(steps) < LEAST_UPDATES:
             return []
         measured, predicted = statistics.median(t.in_place_seconds for t in steps), expected.update_seconds
-        is_off = max(measured, predicted) > TOLERANCE * min(measured, predicted)
-        if max(measured, predicted) < SHORTEST_SECONDS or (self._is_corrected and not is_off):
+        error = max(measured, predicted) / min(measured, predicted)
+        if max(measured, predicted) < SHORTEST_SECONDS:
             return []
-        return self._correct(steps, measured, is_off)
+        if error < TOLERANCE and not lanes_are_off(expected, steps, LANE_TOLERANCE):
+            return []
+        return self._correct(steps, measured, is_told=error >= TOLD_ERROR)
 
-    def _correct(self, steps: Sequence[Timeline], measured: float, is_off: bool) -> list[str]:
+    def _correct(self, steps: Sequence[Timeline], measured: float, *, is_told: bool) -> list[str]:
         engine, before = self._engine, self._engine.expected
         assert before is not None
         profile = corrected_profile(before, steps)
         is_kept = keep_profile(profile, self._log)
-        self._is_corrected = True
         corrected = replace(before, profile=profile)
         share = gpu_share_of(engine.settings.placement)
         is_moved = self._may_move and self._move(corrected, measured_compute(before, steps))
         engine.expected = new = expectation(corrected, engine)
-        if not is_off and not is_moved:
+        if not is_told and not is_moved:
             return []
         why = ", ".join(rate_changes(before.profile, profile, before.state.wire)) or "no lane's rate is another one"
         if is_moved:

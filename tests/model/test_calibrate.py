@@ -15,7 +15,7 @@ from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.trace import Expectation
 from deep_offload.plan.layout import ShardSpec, build_layout
-from deep_offload.plan.ops import Lane, OpKind
+from deep_offload.plan.ops import OpKind
 from deep_offload.plan.placement import place_by_share
 from deep_offload.plan.planner import build_plan
 from deep_offload.plan.timeline import Span, Timeline
@@ -68,7 +68,9 @@ OFF = [
 @pytest.mark.parametrize("off", OFF, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_wrong_profile_is_corrected(ranks, off):
-    """From updates of the true machine, placed by a profile 20-40 % off, come its update within 3 % and its share."""
+    """From updates of the true machine, placed by a profile 20-40 % off, come its update within 3 %, and a share that
+    takes no more than 3 % longer than the true machine's (of two ranks, shares from 0.6 to 1 take the same within 2 %).
+    """
     truth = TRUTH if ranks == 1 else TWO_RANKS
     start = choice(wrong(truth, **off), ranks)
     backward = Compute(0.0, 0.2)
@@ -79,7 +81,7 @@ def test_a_wrong_profile_is_corrected(ranks, off):
     assert again.in_place_seconds == pytest.approx(measured.in_place_seconds, rel=0.03)
     want, got = choice(truth, ranks), choice(corrected, ranks)
     here, there = (expectation(truth, c.placement, ranks=ranks).timeline(backward) for c in (want, got))
-    assert abs(got.gpu_share - want.gpu_share) <= 1 / 8
+    assert ranks == 2 or abs(got.gpu_share - want.gpu_share) <= 1 / 16
     assert there.in_place_seconds <= 1.03 * here.in_place_seconds
 
 
@@ -98,13 +100,19 @@ def test_a_right_profile_stays():
 
 
 def test_lanes_without_work_keep_their_rates():
-    """All on the CPU says nothing about GPU updates; all streamed nothing about CPU updates."""
-    for share, kept in ((0.0, "gpu_adam_params_per_s"), (1.0, "cpu_adam_param_params_per_s")):
+    """All on the CPU says nothing about GPU updates; all streamed little about CPU updates, which share the host."""
+    for share in (0.0, 1.0):
         placement = place_by_share(52, share)
         measured = expectation(TRUTH.scaled(0.8), placement).timeline(Compute(0.0, 0.2))
         corrected = corrected_profile(expectation(TRUTH, placement), [measured])
-        assert getattr(corrected, kept) == getattr(TRUTH, kept)
-        assert corrected.h2d_busy_bytes_per_s == pytest.approx(0.8 * TRUTH.h2d_busy_bytes_per_s, rel=0.02)
+        if share == 0.0:
+            assert corrected.gpu_adam_params_per_s == TRUTH.gpu_adam_params_per_s
+            assert corrected.cpu_adam_param_params_per_s == pytest.approx(
+                0.8 * TRUTH.cpu_adam_param_params_per_s, rel=0.03
+            )
+        else:
+            assert corrected.h2d_both_bytes_per_s == pytest.approx(0.8 * TRUTH.h2d_both_bytes_per_s, rel=0.03)
+            assert 0.88 < corrected.cpu_adam_param_params_per_s / TRUTH.cpu_adam_param_params_per_s < 1.0
 
 
 def test_corrections_are_bounded():
@@ -150,11 +158,13 @@ def _cpu_seconds(expected: Expectation) -> float:
     return sum(span.seconds for span in spans if span.op.kind is OpKind.UPDATE_CPU)
 
 
-def test_a_forgotten_lane_is_noticed(monkeypatch):
-    """Without the CPU's factor the corrected profile misses the measured update."""
-    monkeypatch.setitem(calibrate._RATES, Lane.CPU, ())
+def test_forgotten_rates_are_noticed(monkeypatch):
+    """Without the factors of the CPU and of host memory the corrected profile misses the measured update."""
+    without = tuple(rate for rate in calibrate._RATES if rate[0] not in ("cpu", "memory"))
+    monkeypatch.setattr(calibrate, "_RATES", without)
+    monkeypatch.setattr(calibrate, "_ORDER", ())
     placement = place_by_share(52, 0.4)
     measured = expectation(TRUTH, placement).timeline(Compute(0.0, 0.2))
     believed = expectation(wrong(TRUTH, cpu=1.4), placement)
     got = replace(believed, profile=corrected_profile(believed, [measured])).timeline(Compute(0.0, 0.2))
-    assert abs(got.in_place_seconds / measured.in_place_seconds - 1) > 0.1
+    assert abs(got.in_place_seconds / measured.in_place_seconds - 1) > 0.05

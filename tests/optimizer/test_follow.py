@@ -92,11 +92,18 @@ def test_the_next_start_goes_by_it():
 
 
 def test_a_profile_that_holds_says_nothing():
-    """Predictions that hold are corrected silently, and no placement is told anew."""
+    """Predictions that hold leave the rates as they were measured; what is a little off is corrected silently."""
     lines = []
-    engine = paper_engine(wrong(MACHINE, cpu=1.02))
+    engine = paper_engine(wrong(MACHINE, cpu=1.05))
+    believed = engine.expected
+    assert believed.update_seconds == pytest.approx(engine.finished_timeline().in_place_seconds, rel=0.05)
     assert drive(PlacementFollower(engine, lines.append, may_move=False), 5 * INTERVAL) == {} and lines == []
-    assert engine.expected.update_seconds == pytest.approx(engine.finished_timeline().in_place_seconds, rel=0.01)
+    assert engine.expected is believed and not cache_file(MACHINE.fingerprint).exists()
+    engine = paper_engine(wrong(MACHINE, cpu=1.12), share=0.2)
+    believed, measured = engine.expected.update_seconds, engine.finished_timeline().in_place_seconds
+    assert 1.05 < measured / believed < 1.1
+    assert drive(PlacementFollower(engine, lines.append, may_move=False), 5 * INTERVAL) == {} and lines == []
+    assert engine.expected.update_seconds == pytest.approx(measured, rel=0.02)
 
 
 def test_a_machine_that_changes_is_followed():
