@@ -29,7 +29,7 @@ from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 from deep_offload.plan.timeline import Timeline
 from deep_offload.runtime.lanes import CudaDevice, HostDevice, LaneBackend
 from deep_offload.runtime.moves import move_state
-from deep_offload.runtime.state import DeviceState, HostState, StatePlan
+from deep_offload.runtime.state import PIECE_NUMEL, DeviceState, HostState, StatePlan
 from deep_offload.runtime.worker import DeviceBuffers, StepInputs, SubgroupWorker
 
 STATE_NAMES = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -398,7 +398,9 @@ class OffloadEngine:
         arrays = self._home(i)
         match self._storage(i):
             case MasterStorage.FULL:
-                arrays[MASTER][piece].copy_(self._buffers.weights[i][piece].float())
+                masters, weights = arrays[MASTER][piece], self._buffers.weights[i][piece]
+                for target, source in zip(masters.split(PIECE_NUMEL), weights.split(PIECE_NUMEL)):
+                    target.copy_(source.float())
             case MasterStorage.SPLIT:
                 arrays[MASTER][piece].zero_()
             case MasterStorage.WEIGHT:

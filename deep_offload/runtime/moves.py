@@ -9,10 +9,7 @@ import torch
 from deep_offload.kernels import reference
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.plan.storage import MASTER
-from deep_offload.runtime.state import HostState, StatePlan
-
-PIECE_NUMEL = 1 << 22
-"""Elements that are converted at once: temporary tensors on the device take some 64 MiB."""
+from deep_offload.runtime.state import PIECE_NUMEL, HostState, StatePlan
 
 
 def move_state(host: HostState, before: StatePlan, after: StatePlan, weights: Sequence[torch.Tensor]) -> None:

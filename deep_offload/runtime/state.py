@@ -14,6 +14,9 @@ from deep_offload.plan.ops import Place, Placement
 from deep_offload.plan.storage import EXP_AVG, GRAD, MASTER, WEIGHT_OUT, Field, host_fields, state_fields, storage_of
 from deep_offload.runtime.arena import ArraySpec, HostArena
 
+PIECE_NUMEL = 1 << 22
+"""Elements that are converted at once: temporary tensors on the device take some 64 MiB."""
+
 Arrays = dict[str, torch.Tensor]
 """Arrays of one subgroup by field name, each [numel]."""
 
@@ -179,9 +182,12 @@ class DeviceState:
         arrays = _allocate(state_fields(plan.storage(subgroup)), subgroup.numel, self._device)
         for name, array in arrays.items():
             source = home[name]
-            if source.dtype != array.dtype:  # the weights in their buffer are this master's rounded upper half already
-                source = reference.split_master(source.to(self._device))[1]
-            array.copy_(source)
+            if source.dtype == array.dtype:
+                array.copy_(source)
+                continue
+            for target, piece in zip(array.split(PIECE_NUMEL), source.split(PIECE_NUMEL)):
+                # The weights in their buffer are this master's rounded upper half already.
+                target.copy_(reference.split_master(piece.to(self._device))[1])
         return arrays
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from engine_cases import (
@@ -18,10 +19,11 @@ from engine_cases import (
     make_model,
 )
 
+from deep_offload.optimizer import engine as engine_module
 from deep_offload.optimizer.engine import STATE_NAMES
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import gpu_share_of, place_among, place_by_share, spread
-from deep_offload.runtime import moves
+from deep_offload.runtime import moves, state
 
 NUM_UPDATES = 8
 TYPES = {
@@ -74,6 +76,35 @@ def test_masters_are_converted_in_pieces(piece, monkeypatch):
     want = drive(case, NUM_UPDATES)
     monkeypatch.setattr(moves, "PIECE_NUMEL", piece)
     assert_same_bits(drive_moving(case, {3: 0.1, 5: 1.0, 6: 0.5}), want, f"pieces of {piece}")
+
+
+class LargestConversion(TorchDispatchMode):
+    """Sees how many elements the conversions from one type to another give at most."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype != args[0].dtype:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("piece", [64, 1 << 20])
+def test_conversions_take_no_more_than_a_piece(piece, monkeypatch):
+    """Masters that are made of weights, and low halves of new residents, need no memory by the subgroup's size."""
+    case = Case(share=0.5, reserve=True)
+    want, model = drive(case, NUM_UPDATES), make_model(case)
+    monkeypatch.setattr(engine_module, "PIECE_NUMEL", piece)
+    monkeypatch.setattr(state, "PIECE_NUMEL", piece)
+    with LargestConversion() as seen:
+        grown = make_engine(case, model)
+        try:
+            grown.keep_resident(len(grown.layout.subgroups))
+        finally:
+            grown.close()
+    assert seen.numel == min(piece, case.subgroup)
+    assert_same_bits(drive_moving(case, {3: 0.1}, grow=5), want, f"pieces of {piece}")
 
 
 def test_a_master_that_is_not_converted_is_noticed():
