@@ -59,9 +59,9 @@ def test_a_measured_profile_is_sound(measured):
 def test_what_measuring_holds_is_not_missed_later(monkeypatch):
     """Memory is read before the buffers are made, or the profile says that they are gone for good."""
     order = []
-    limits, bench = measure.read_host_limits, measure._HostBench
+    limits, bench = measure.read_host_limits, measure.HostBench
     monkeypatch.setattr(measure, "read_host_limits", lambda: order.append("limits") or limits())
-    monkeypatch.setattr(measure, "_HostBench", lambda *words: order.append("buffers") or bench(*words))
+    monkeypatch.setattr(measure, "HostBench", lambda *words: order.append("buffers") or bench(*words))
     monkeypatch.setattr(measure, "_profile", lambda *words: None)
     measure.measure_profile(CPU, 1)
     assert order[:2] == ["limits", "buffers"]
