@@ -39,6 +39,7 @@ from deep_offload.optimizer.follow import LANE_TOLERANCE
 from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.placement import gpu_share_of
 from deep_offload.runtime.measure import all_ranks, keep_profile
+from deep_offload.runtime.ranks import from_all_ranks
 
 ENDLESS_SECONDS = 10.0
 """A backward pass behind which all flushes and prefetches are done."""
@@ -59,10 +60,7 @@ class Rank:
 
     def gather(self, value: float) -> list[float]:
         """The value of each rank."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
+        return from_all_ranks(value)
 
     def say(self, line: str) -> None:
         """Print on the first rank."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.parallel_state import get_tensor_model_parallel_world_size
@@ -26,6 +25,7 @@ from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
 from deep_offload.plan.ops import Place
 from deep_offload.runtime.limits import fair_cores, ranks_on_this_node
 from deep_offload.runtime.measure import all_ranks
+from deep_offload.runtime.ranks import from_all_ranks
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 
@@ -94,11 +94,7 @@ def _place_on_node() -> tuple[float, int]:
     A collective over all ranks: not every launcher says how many a node has.
     """
     mine = socket.gethostname(), sorted(os.sched_getaffinity(0))
-    everyone: list[Any] = [mine]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    here = [cores for host, cores in everyone if host == mine[0]]
+    here = [cores for host, cores in from_all_ranks(mine) if host == mine[0]]
     return fair_cores(mine[1], here), max(len(here), ranks_on_this_node())
 
 

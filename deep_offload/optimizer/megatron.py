@@ -34,6 +34,7 @@ from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
+from deep_offload.runtime.ranks import from_all_ranks
 
 
 @dataclass(slots=True)
@@ -452,9 +453,7 @@ class DeepOffloadOptimizer(MegatronOptimizer):
 
 
 def _all_entries(local: list[DigestEntry]) -> list[DigestEntry]:
-    gathered: list[list[DigestEntry]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, local)
-    return [entry for entries in gathered for entry in entries]
+    return [entry for entries in from_all_ranks(local) for entry in entries]
 
 
 def _runs(buffers: BufferMap, *, counted: bool, padding: bool = True) -> list[Run]:

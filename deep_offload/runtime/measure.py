@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file
 from deep_offload.model.this_machine import NO_GPU, cpu_name, fingerprint_of
 from deep_offload.runtime.lane_bench import CudaBench, HostBench, LaneBench
 from deep_offload.runtime.limits import HostLimits, read_host_limits
+from deep_offload.runtime.ranks import from_all_ranks
 
 TRAINING_FLOPS_SHARE = 0.6
 """Part of a large matrix product's rate that whole training steps reach."""
@@ -53,12 +53,7 @@ def all_ranks() -> Together:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ALONE
 
-    def any_rank(mine: bool) -> bool:
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        return any(everyone)
-
-    return Together(any_rank, dist.barrier)
+    return Together(lambda mine: any(from_all_ranks(mine)), dist.barrier)
 
 
 def fingerprint(device: torch.device, num_threads: int, num_ranks: int = 1) -> str:

@@ -28,6 +28,7 @@ from megatron.core.utils import unwrap_model
 from deep_offload.optimizer.checkpoint_boxes import Area, Shape
 from deep_offload.optimizer.checkpoint_state import STATE_KINDS, WEIGHT, ParamState, areas_of_entry, state_key
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.runtime.ranks import from_all_ranks
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import (
     CONFIG_TEXT,
@@ -275,8 +276,7 @@ def together(work: Callable[[], Any]) -> tuple[list[Any], str | None]:
         result = work()
     except Exception as caught:  # noqa: BLE001 - the other ranks wait for this one's word
         error = f"rank {dist.get_rank()}: {type(caught).__name__}: {caught}"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (result, error))
+    everyone = from_all_ranks((result, error))
     errors = [error for _, error in everyone if error is not None]
     return [result for result, _ in everyone], errors[0] if errors else None
 

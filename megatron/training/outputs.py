@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
+from deep_offload.runtime.ranks import from_all_ranks
 from megatron.training.config import TrainingConfig
 from megatron.training.launch import Ranks
 from megatron.training.run_record import RUN_FILE, TRACE_FILE
@@ -19,8 +18,7 @@ def check_outputs(config: TrainingConfig, ranks: Ranks) -> None:
     """
     if config.offload.offload_trace is None and not config.logging.run_dir:
         return
-    everywhere: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, _problem(config, ranks))
+    everywhere = from_all_ranks(_problem(config, ranks))
     found = next((problem for problem in everywhere if problem is not None), None)
     if found is not None:
         raise ValueError(found)

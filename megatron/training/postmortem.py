@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from deep_offload.model.residency import is_automatic
 from deep_offload.optimizer.megatron_names import named_params
+from deep_offload.runtime.ranks import from_all_ranks
 from megatron.training.checkpointing_layout import read_tracker
 from megatron.training.checkpointing_save import saved_arguments
 from megatron.training.config import TrainingConfig
@@ -93,8 +93,7 @@ class PostMortem:
             losses,
             grad_norm,
         )
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (first_bad_parameter(trainer), losses, list(self._lines)))
+        everywhere = from_all_ranks((first_bad_parameter(trainer), losses, list(self._lines)))
         found = [(rank, name) for rank, (name, _, _) in enumerate(everywhere) if name is not None]
         known = next((values for _, values, _ in reversed(everywhere) if values), losses)
         self._written.add("not finite")

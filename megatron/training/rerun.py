@@ -27,6 +27,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.small_copies import to_host
+from deep_offload.runtime.ranks import from_all_ranks
 from megatron.training.checkpointing_rng import rng_entry, set_rng
 from megatron.training.exit_codes import DISAMBIGUATE, INVALID_RESULT
 from megatron.training.train_step import (
@@ -221,8 +222,7 @@ class Rerun:
         own = [value for report in gradients.reports for value in report.values()]
         is_bad = not all(bool(torch.isfinite(value).all()) for value in own)
         what = f"grad norm is {norm}" if norm is not None else _words(gradients)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (is_bad, what if gradients.totals else "", *place_of(_own_device())))
+        everyone = from_all_ranks((is_bad, what if gradients.totals else "", *place_of(_own_device())))
         any_bad = any(bad for bad, *_ in everyone)
         places = [(rank, host, name) for rank, (bad, _, host, name) in enumerate(everyone) if bad or not any_bad]
         return Suspect(number, next(said for _, said, _, _ in reversed(everyone) if said), tuple(places))
@@ -250,8 +250,7 @@ class Rerun:
         self, suspect: Suspect, compute: Callable[[], Gradients], optimizer: DeepOffloadOptimizer
     ) -> StepResult:
         """The step that an earlier run could not explain."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (dist.get_rank(), *place_of(_own_device())))
+        everyone = from_all_ranks((dist.get_rank(), *place_of(_own_device())))
         gradients = compute()
         start = f"iteration {suspect.iteration}: {suspect.what}"
         go_on = "--rerun-mode disabled goes on from the checkpoint"

@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from deep_offload.optimizer.factory import build_optimizer
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.runtime.ranks import from_all_ranks
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of
@@ -258,11 +259,9 @@ def _write_trace(optimizer: DeepOffloadOptimizer, path: str | None, report: Call
 
 def _print_traffic(here: dict[str, int], report: Callable[[str], None]) -> None:
     """Print what moved through each lane since the start, summed over all ranks."""
-    everywhere: list[dict[str, int] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, here)
     totals: dict[str, int] = {}
-    for ranks_traffic in everywhere:
-        for name, amount in (ranks_traffic or {}).items():
+    for ranks_traffic in from_all_ranks(here):
+        for name, amount in ranks_traffic.items():
             totals[name] = totals.get(name, 0) + amount
     for name, amount in totals.items():
         lane, _, unit = name.rpartition("_")

@@ -38,6 +38,8 @@ def test_host_bytes_are_the_arena_s(case, state, reserves):
     predicted = device_state_bytes(case.layout, case.placement, state, case.num_slots)
     arrays = sum(len(a) for a in (*device.resident, *device.slots))
     assert 0 <= predicted.resident + predicted.slots - device.num_bytes < 512 * arrays + 1
+    upcast = 0 if device.upcast is None else device.upcast.nbytes
+    assert 0 <= predicted.upcast - upcast < 512 and bool(predicted.upcast) == bool(upcast)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +79,3 @@ def test_slots_in_use(num_slots):
 def test_bytes_for_people():
     """Sizes are printed in the unit that fits."""
     assert [format_bytes(n) for n in (5, 1536, 3 << 20, 5 << 30)] == ["5 B", "1.50 KiB", "3.00 MiB", "5.00 GiB"]
-
-
-def test_the_upcast_buffer_is_the_worker_s():
-    """The runtime stages 16-bit gradients through a buffer of the size that is predicted here."""
-    from deep_offload.model import memory
-    from deep_offload.runtime import state
-
-    assert memory.UPCAST_STAGING_NUMEL == state.UPCAST_STAGING_NUMEL
