@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -73,6 +74,13 @@ def test_what_measuring_holds_is_not_missed_later(monkeypatch):
 def test_buffers_take_a_quarter_of_the_memory_at_most(available, ranks, parts):
     """A part is 0.9 GiB a rank; one there must be."""
     assert measure.num_parts(available, ranks) == parts
+
+
+def test_rates_are_medians_of_rounds(monkeypatch):
+    """One round that met another job, or the first one of a process, does not count."""
+    rounds = [{"up": 30.0, "cpu": 1.2}, {"up": 20.0, "cpu": 1.8}, {"up": 29.0, "cpu": 1.7}]
+    monkeypatch.setattr(measure, "_round_of_rates", lambda *_unused: rounds.pop(0))
+    assert measure._lane_rates(SimpleNamespace(num_rounds=3), 1, lambda: None) == {"up": 29.0, "cpu": 1.7}
 
 
 def test_rates_count_only_shared_time():
