@@ -12,7 +12,7 @@ GPU = torch.device("cuda", 0)
 
 
 def test_a_measured_profile_is_sound():
-    """Within 20 s every rate is there, lanes in company are no faster than alone, and the GPU's memory is free again."""
+    """Within 20 s every rate is there, lanes in company are no faster than alone, and no GPU memory stays taken."""
     torch.cuda.empty_cache()
     before, start = torch.cuda.memory_allocated(), time.monotonic()
     p = measure.measure_profile(GPU, 4)
