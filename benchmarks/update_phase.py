@@ -11,7 +11,7 @@ and its share of the cores; they start each timed update together, and rates are
 
 --cover varies shares, strides, slots, threads, wires, residents and sizes, every share twice with the others between,
 and ends with how far predictions were off and how near the chosen share came to the best one. A setting whose updates
-contradict its rates corrects those that the next one with as many threads is predicted by, as in a training run.
+contradict its rates (a busy lane by 10 %) corrects those that the next one with as many threads is predicted by.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from deep_offload.model.choose import Compute
 from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.optimizer.follow import LANE_TOLERANCE
+from deep_offload.optimizer.ranks import all_ranks, from_all_ranks
 from deep_offload.optimizer.shards import Segment, Shard
 from deep_offload.plan.placement import gpu_share_of
-from deep_offload.runtime.measure import all_ranks, keep_profile
-from deep_offload.runtime.ranks import from_all_ranks
+from deep_offload.runtime.measure import keep_profile
 
 ENDLESS_SECONDS = 10.0
 """A backward pass behind which all flushes and prefetches are done."""

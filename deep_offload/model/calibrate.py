@@ -20,10 +20,11 @@ TOLD_CHANGE = 0.03
 """Rates that change by less are not worth a word."""
 
 _CLOSE = 5e-3
-"""Lanes that are off by less are right, and rates that change by less have settled."""
+"""Lanes that are off by less are right."""
 
-_MOST_ROUNDS, _STEP = 6, 0.03
-"""Linearizations, since lanes slow each other down, and the change of a rate's logarithm that shows what it does."""
+_MOST_ROUNDS, _STEP, _PARTS_OF_A_STEP = 6, 0.03, (1.0, 0.5, 0.25)
+"""Linearizations, since lanes slow each other down; the change of a rate's logarithm that shows what it does; and how
+much of what one says may be done."""
 
 _RATES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cpu", ("cpu_adam_fp32_params_per_s", "cpu_adam_param_params_per_s")),
@@ -58,14 +59,17 @@ _LaneSeconds = Mapping[Lane, Mapping[tuple[OpKind, int], float]]
 _Logs = Sequence[float]
 """Logarithms of the factors of `_RATES`."""
 
+_Errors = Callable[[_Logs], Mapping[Lane, float]]
+"""By how much (logarithm) lanes with work take longer on paper than in truth, with these factors."""
+
 
 def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> HardwareProfile:
     """The profile that most likely took the median times which `steps` (one or more) measured of `expected`'s plan.
 
     Every rate of `_RATES` may be wrong, those of a lane and of the host rather together than apart; what the four
     lanes' times say about them is the usual estimate (one Kalman update for each lane, linearized again and again). So
-    a rate that this plan hardly uses hardly moves, and other placements are predicted by it as before. All factors are
-    within LEAST_FACTOR..MOST_FACTOR.
+    a rate that this plan does not use only moves with those that it resembles, in part. All factors are within
+    LEAST_FACTOR..MOST_FACTOR; a profile that is right stays as it is.
     """
     measured, compute = _lane_seconds(steps), measured_compute(expected, steps)
 
@@ -73,16 +77,10 @@ def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> Hardw
         believed = replace(expected, profile=_scaled(expected.profile, logs))
         return _errors(_lane_seconds([believed.timeline(compute)]), measured)
 
-    logs: _Logs = [0.0] * len(_RATES)
-    for _ in range(_MOST_ROUNDS):
-        here, before = errors(logs), logs
-        if all(abs(error) < _CLOSE for error in here.values()):
-            break
-        logs = _most_likely(logs, here, _slopes(logs, here, errors), _weights(measured))
-        if all(abs(new - old) < _CLOSE for new, old in zip(logs, before)):
-            break
+    logs = _searched(errors, _weights(measured))
     source = f"{expected.profile.source.split(', measured by ')[0]}, measured by {len(steps)} updates of training"
-    return replace(_scaled(expected.profile, logs), source=source)
+    profile = _scaled(expected.profile, logs) if any(logs) else expected.profile
+    return replace(profile, source=source)
 
 
 def lanes_are_off(expected: Expectation, steps: Sequence[Timeline], tolerance: float) -> bool:
@@ -157,9 +155,31 @@ def _weights(measured: _LaneSeconds) -> dict[Lane, float]:
     return {lane: seconds / max(work.values()) for lane, seconds in work.items() if seconds > 0}
 
 
-def _slopes(
-    logs: _Logs, here: Mapping[Lane, float], errors: Callable[[_Logs], Mapping[Lane, float]]
-) -> dict[Lane, list[float]]:
+def _searched(errors: _Errors, weights: Mapping[Lane, float]) -> _Logs:
+    """The most likely factors. Each round's are taken as far as they bring the lanes' times nearer: where one lane's
+    rate suddenly starts to matter, a straight line says too much."""
+
+    def miss(here: Mapping[Lane, float]) -> float:
+        return sum((weights[lane] * error) ** 2 for lane, error in here.items())
+
+    logs: _Logs = [0.0] * len(_RATES)
+    here = errors(logs)
+    for _ in range(_MOST_ROUNDS):
+        if all(abs(error) < _CLOSE for error in here.values()):
+            break
+        aim = _most_likely(logs, here, _slopes(logs, here, errors), weights)
+        for part in _PARTS_OF_A_STEP:
+            new = [log + part * (best - log) for log, best in zip(logs, aim)]
+            there = errors(new)
+            if miss(there) < miss(here):
+                break
+        else:
+            break
+        logs, here = new, there
+    return logs
+
+
+def _slopes(logs: _Logs, here: Mapping[Lane, float], errors: _Errors) -> dict[Lane, list[float]]:
     """What a change of each rate does to each lane's time, logarithms by logarithms."""
     slopes: dict[Lane, list[float]] = {lane: [] for lane in here}
     for i in range(len(logs)):

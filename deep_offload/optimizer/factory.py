@@ -21,11 +21,10 @@ from deep_offload.optimizer.build import build_engine
 from deep_offload.optimizer.follow import PlacementFollower
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.megatron_buffers import late_params, map_buffers
+from deep_offload.optimizer.ranks import all_ranks, from_all_ranks
 from deep_offload.optimizer.residency import ResidentGrowth, memory_reader
 from deep_offload.plan.ops import Place
 from deep_offload.runtime.limits import fair_cores, ranks_on_this_node
-from deep_offload.runtime.measure import all_ranks
-from deep_offload.runtime.ranks import from_all_ranks
 
 NoDecay = Callable[[str, torch.nn.Parameter], bool]
 

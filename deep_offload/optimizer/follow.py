@@ -83,17 +83,19 @@ class PlacementFollower:
         if expected is None or len(steps) < LEAST_UPDATES:
             return []
         measured, predicted = statistics.median(t.in_place_seconds for t in steps), expected.update_seconds
-        error = max(measured, predicted) / min(measured, predicted)
-        if max(measured, predicted) < SHORTEST_SECONDS:
+        shorter, longer = sorted((measured, predicted))
+        if longer < SHORTEST_SECONDS:
             return []
-        if error < TOLERANCE and not lanes_are_off(expected, steps, LANE_TOLERANCE):
+        if longer < TOLERANCE * shorter and not lanes_are_off(expected, steps, LANE_TOLERANCE):
             return []
-        return self._correct(steps, measured, is_told=error >= TOLD_ERROR)
+        return self._correct(steps, measured, is_told=longer >= TOLD_ERROR * shorter)
 
     def _correct(self, steps: Sequence[Timeline], measured: float, *, is_told: bool) -> list[str]:
         engine, before = self._engine, self._engine.expected
         assert before is not None
         profile = corrected_profile(before, steps)
+        if replace(profile, source=before.profile.source) == before.profile:
+            return []  # other compute lies around the update than was assumed; no rate is wrong
         is_kept = keep_profile(profile, self._log)
         corrected = replace(before, profile=profile)
         share = gpu_share_of(engine.settings.placement)

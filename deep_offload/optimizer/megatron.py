@@ -28,13 +28,13 @@ from deep_offload.optimizer.grad_norm import Run, counted_runs, sum_of_squares
 from deep_offload.optimizer.megatron_buffers import BufferMap
 from deep_offload.optimizer.megatron_names import full_tensor, is_hashed_here, named_params
 from deep_offload.optimizer.megatron_passes import TrainingPasses
+from deep_offload.optimizer.ranks import from_all_ranks
 from deep_offload.optimizer.residency import ResidentGrowth
 from deep_offload.optimizer.small_copies import read
 from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.layout import Subgroup
 from deep_offload.plan.storage import MASTER
 from deep_offload.plan.timeline import Timeline
-from deep_offload.runtime.ranks import from_all_ranks
 
 
 @dataclass(slots=True)

@@ -68,8 +68,10 @@ class LaneBench(ABC):
 
     def close(self) -> None:
         """Unpin and free the buffers, which copies may still read and write after an error."""
-        self.settle()
-        self._arena.close()
+        try:
+            self.settle()
+        finally:
+            self._arena.close()
 
     def cpu_update(self, grad_dtype: torch.dtype) -> Callable[[], object]:
         """One CPU update of `cpu_numel` parameters; weights overwrite 16-bit gradients, as in training."""
@@ -183,9 +185,9 @@ class CudaBench(LaneBench):
             for start in range(0, self.cpu_numel, piece):
                 target[start : start + piece].copy_(source[start : start + piece], non_blocking=True)
             end.record()
-        before, self._ends[lane] = self._ends.get(lane), end
-        if before is not None:
-            before.synchronize()
+            before, self._ends[lane] = self._ends.get(lane), end
+            if before is not None:
+                before.synchronize()
 
     def settle(self) -> None:
         for stream in self.streams.values():

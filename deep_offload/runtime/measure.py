@@ -18,19 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from deep_offload.model.hardware import HardwareProfile, profile_from_json, profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file
 from deep_offload.model.this_machine import NO_GPU, cpu_name, fingerprint_of
 from deep_offload.runtime.lane_bench import CudaBench, HostBench, LaneBench
 from deep_offload.runtime.limits import HostLimits, read_host_limits
-from deep_offload.runtime.ranks import from_all_ranks
 
 TRAINING_FLOPS_SHARE = 0.6
 """Part of a large matrix product's rate that whole training steps reach."""
 
-_CPU_ADAM_BYTES = {torch.float32: 30, torch.bfloat16: 28}
+_CPU_ADAM_BYTES = {"fp32": 30, "param": 28}
 """Host memory traffic of the CPU update of one parameter, by the gradient's type."""
 
 
@@ -46,14 +44,6 @@ class Together:
 
 
 ALONE = Together()
-
-
-def all_ranks() -> Together:
-    """All ranks of the job: those of a node share its memory, and one that measured alone would find it idle."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return ALONE
-
-    return Together(lambda mine: any(from_all_ranks(mine)), dist.barrier)
 
 
 def fingerprint(device: torch.device, num_threads: int, num_ranks: int = 1) -> str:
@@ -217,9 +207,13 @@ def _host_dram_bytes_per_s(bench: LaneBench, rank_rate: float, num_ranks: int, c
 
 
 def _lane_rates(bench: LaneBench, num_threads: int, meet: Callable[[], None]) -> dict[str, float]:
-    """Medians over rounds, each of which takes all rates."""
+    """Medians over rounds, each of which takes all rates; host memory has what the lanes reach together."""
     rounds = [_round_of_rates(bench, num_threads, meet) for _ in range(bench.num_rounds)]
-    return {name: statistics.median(rates[name] for rates in rounds) for name in rounds[0]}
+    rates = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    copies = (rates["h2d_busy_bytes_per_s"] + rates["d2h_busy_bytes_per_s"]) * bench.dram_bytes_per_copied_byte
+    together = [rates[f"cpu_adam_{wire}_busy_params_per_s"] * moved + copies for wire, moved in _CPU_ADAM_BYTES.items()]
+    rates["dram_bytes_per_s"] = max(rates["dram_bytes_per_s"], *together)
+    return rates
 
 
 def _round_of_rates(bench: LaneBench, num_threads: int, meet: Callable[[], None]) -> dict[str, float]:
@@ -247,8 +241,8 @@ def _round_of_rates(bench: LaneBench, num_threads: int, meet: Callable[[], None]
         busy_link.append({lane: calls * bench.copy_bytes for lane, calls in busy.items() if lane != "cpu"})
         copies = sum(busy_link[-1].values()) * bench.dram_bytes_per_copied_byte
         traffic += [
-            alone * _CPU_ADAM_BYTES[dtype],
-            busy["cpu"] * bench.cpu_numel * _CPU_ADAM_BYTES[dtype] + copies,
+            alone * _CPU_ADAM_BYTES[wire],
+            busy["cpu"] * bench.cpu_numel * _CPU_ADAM_BYTES[wire] + copies,
         ]
     for lane, alone in (("h2d", alone_up), ("d2h", alone_down)):
         with_other = min(alone, both[lane])

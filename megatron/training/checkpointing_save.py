@@ -28,7 +28,7 @@ from megatron.core.utils import unwrap_model
 from deep_offload.optimizer.checkpoint_boxes import Area, Shape
 from deep_offload.optimizer.checkpoint_state import STATE_KINDS, WEIGHT, ParamState, areas_of_entry, state_key
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
-from deep_offload.runtime.ranks import from_all_ranks
+from deep_offload.optimizer.ranks import from_all_ranks
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import (
     CONFIG_TEXT,

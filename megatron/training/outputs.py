@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deep_offload.runtime.ranks import from_all_ranks
+from deep_offload.optimizer.ranks import from_all_ranks
 from megatron.training.config import TrainingConfig
 from megatron.training.launch import Ranks
 from megatron.training.run_record import RUN_FILE, TRACE_FILE

@@ -21,7 +21,7 @@ import torch
 
 from deep_offload.model.residency import is_automatic
 from deep_offload.optimizer.megatron_names import named_params
-from deep_offload.runtime.ranks import from_all_ranks
+from deep_offload.optimizer.ranks import from_all_ranks
 from megatron.training.checkpointing_layout import read_tracker
 from megatron.training.checkpointing_save import saved_arguments
 from megatron.training.config import TrainingConfig

@@ -26,8 +26,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
+from deep_offload.optimizer.ranks import from_all_ranks
 from deep_offload.optimizer.small_copies import to_host
-from deep_offload.runtime.ranks import from_all_ranks
 from megatron.training.checkpointing_rng import rng_entry, set_rng
 from megatron.training.exit_codes import DISAMBIGUATE, INVALID_RESULT
 from megatron.training.train_step import (

@@ -16,7 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from deep_offload.optimizer.factory import build_optimizer
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
-from deep_offload.runtime.ranks import from_all_ranks
+from deep_offload.optimizer.ranks import from_all_ranks
 from megatron.training.checkpointing import Checkpoints
 from megatron.training.config import TrainingConfig
 from megatron.training.data import DataSource, TrainingData, check_data, print_datasets, tokenizer_of

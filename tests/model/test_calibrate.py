@@ -8,7 +8,7 @@ import pytest
 
 from deep_offload.config import OffloadConfig
 from deep_offload.model import calibrate
-from deep_offload.model.calibrate import corrected_profile, rate_changes
+from deep_offload.model.calibrate import corrected_profile, lanes_are_off, rate_changes
 from deep_offload.model.choose import Compute, choose_placement
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.hardware import HardwareProfile
@@ -113,6 +113,60 @@ def test_lanes_without_work_keep_their_rates():
         else:
             assert corrected.h2d_both_bytes_per_s == pytest.approx(0.8 * TRUTH.h2d_both_bytes_per_s, rel=0.03)
             assert 0.88 < corrected.cpu_adam_param_params_per_s / TRUTH.cpu_adam_param_params_per_s < 1.0
+
+
+BESIDE = ("cpu_adam_param_busy", "h2d_busy", "d2h_busy", "dram")
+
+
+def test_other_placements_are_predicted_by_it():
+    """Rates beside other lanes, and those of host memory, were 25 % too low: an update at share 1/2 says so, and nearly
+    leaves the lanes' own rates, so that shares with less contention are still predicted. (One factor for all rates of
+    a lane is 5 % off at share 0 and 15 % at share 1.)"""
+    names = [name for name in HardwareProfile.__slots__ if name.startswith(BESIDE)]
+    believed = replace(TRUTH, **{name: 0.75 * getattr(TRUTH, name) for name in names} | {"dram_bytes_per_s": 130e9})
+    backward = Compute(0.0, 0.2)
+    here = place_by_share(52, 0.5)
+    corrected = corrected_profile(expectation(believed, here), [expectation(TRUTH, here).timeline(backward)])
+    for share, most in ((0.0, 0.03), (0.25, 0.02), (0.5, 0.01), (0.75, 0.05), (1.0, 0.1)):
+        truth, got = (
+            expectation(profile, place_by_share(52, share)).timeline(backward).in_place_seconds
+            for profile in (TRUTH, corrected)
+        )
+        assert got == pytest.approx(truth, rel=most), share
+
+
+def test_lanes_count_by_their_work():
+    """A lane that rests may take far longer than predicted, a busy one not; and it moves the rates less."""
+    expected = expectation(TRUTH, place_by_share(52, 0.0))  # the link rests: weights go up, gradients came down
+
+    def measured(kind: OpKind, factor: float) -> list[Timeline]:
+        spans = expected.timeline(Compute(0.0, 0.2)).spans
+        return [
+            Timeline(
+                tuple(Span(s.op, s.start, s.start + s.seconds * (factor if s.op.kind is kind else 1)) for s in spans)
+            )
+        ]
+
+    slow_weights, slow_updates = measured(OpKind.PARAM_H2D, 1.4), measured(OpKind.UPDATE_CPU, 1.12)
+    assert not lanes_are_off(expected, slow_weights, 1.1)
+    assert lanes_are_off(expected, slow_updates, 1.1) and not lanes_are_off(expected, slow_updates, 1.15)
+    cpu, link = (corrected_profile(expected, steps) for steps in (slow_updates, slow_weights))
+    assert cpu.cpu_adam_param_params_per_s == pytest.approx(TRUTH.cpu_adam_param_params_per_s / 1.12, rel=0.02)
+    assert link.cpu_adam_param_params_per_s == pytest.approx(TRUTH.cpu_adam_param_params_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("off", OFF, ids=str)
+def test_lanes_in_company_stay_the_slower_ones(off):
+    """However a profile is corrected, no rate beside other lanes is above the one without them."""
+    for share in (0.0, 0.4, 1.0):
+        placement = place_by_share(52, share)
+        measured = expectation(TRUTH, placement).timeline(Compute(0.0, 0.2))
+        got = corrected_profile(expectation(wrong(TRUTH, **off), placement), [measured])
+        for lane in ("h2d", "d2h"):
+            alone, both, busy = (getattr(got, f"{lane}_{kind}bytes_per_s") for kind in ("", "both_", "busy_"))
+            assert busy <= both <= alone
+        for wire in ("fp32", "param"):
+            assert got.cpu_adam_params_per_s(wire, busy=True) <= got.cpu_adam_params_per_s(wire, busy=False)
 
 
 def test_corrections_are_bounded():

@@ -77,10 +77,22 @@ def test_buffers_take_a_quarter_of_the_memory_at_most(available, ranks, parts):
 
 
 def test_rates_are_medians_of_rounds(monkeypatch):
-    """One round that met another job, or the first one of a process, does not count."""
-    rounds = [{"up": 30.0, "cpu": 1.2}, {"up": 20.0, "cpu": 1.8}, {"up": 29.0, "cpu": 1.7}]
+    """One round that met another job, or the first one of a process, does not count; host memory has what the lanes'
+    medians take of it together, which no single round may have shown."""
+    up, down, cpu, memory = (
+        "h2d_busy_bytes_per_s",
+        "d2h_busy_bytes_per_s",
+        "cpu_adam_%s_busy_params_per_s",
+        "dram_bytes_per_s",
+    )
+    rounds = [
+        {up: u, down: 40.0, cpu % "fp32": c, cpu % "param": c, memory: m}
+        for u, c, m in ((30.0, 1.0, 90.0), (20.0, 2.0, 100.0), (29.0, 1.8, 95.0))
+    ]
     monkeypatch.setattr(measure, "_round_of_rates", lambda *_unused: rounds.pop(0))
-    assert measure._lane_rates(SimpleNamespace(num_rounds=3), 1, lambda: None) == {"up": 29.0, "cpu": 1.7}
+    got = measure._lane_rates(SimpleNamespace(num_rounds=3, dram_bytes_per_copied_byte=1), 1, lambda: None)
+    assert (got[up], got[cpu % "param"]) == (29.0, 1.8)
+    assert got[memory] == 1.8 * 30 + 29.0 + 40.0
 
 
 def test_rates_count_only_shared_time():

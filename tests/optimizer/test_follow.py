@@ -106,6 +106,16 @@ def test_a_profile_that_holds_says_nothing():
     assert engine.expected.update_seconds == pytest.approx(measured, rel=0.02)
 
 
+def test_other_compute_than_assumed_corrects_no_rate():
+    """A backward pass longer than assumed, which hides all gradients' flushes, makes the update shorter; rates hold."""
+    engine = paper_engine(share=0.2)
+    hurried = engine.expected.timeline(Compute(0.0, 0.01)).in_place_seconds
+    engine.expected = believed = replace(engine.expected, update_seconds=hurried)
+    assert hurried > 1.05 * engine.finished_timeline().in_place_seconds
+    assert drive(PlacementFollower(engine, pytest.fail, may_move=True), 3 * INTERVAL) == {}
+    assert engine.expected is believed and not cache_file(MACHINE.fingerprint).exists()
+
+
 def test_a_machine_that_changes_is_followed():
     """A drift after the first correction is noticed at the next look, 100 updates later, and only where it is large."""
     lines = []

@@ -33,6 +33,7 @@ def _measure(folder: str, late_rank: int) -> tuple[list[float], list[str], int]:
     import torch
     import torch.distributed as dist
 
+    from deep_offload.optimizer import ranks
     from deep_offload.runtime import measure
 
     starts: list[float] = []
@@ -50,7 +51,7 @@ def _measure(folder: str, late_rank: int) -> tuple[list[float], list[str], int]:
         mock.patch.dict(os.environ, {"DEEP_OFFLOAD_CACHE": f"{folder}/{dist.get_rank()}"}),
         mock.patch.object(measure, "_rates", rates),
     ):
-        real = measure.all_ranks()
+        real = ranks.all_ranks()
         together = measure.Together(real.any, lambda: (real.meet(), meetings.append(None)))
         measure.profile_for_run(None, torch.device("cpu"), 1, 2, together=together, log=lines.append)
     return starts, lines, len(meetings)
