@@ -27,9 +27,10 @@ from deep_offload.plan.placement import with_residents
 from deep_offload.plan.planner import OpSeconds, build_plan
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 from deep_offload.plan.timeline import Timeline
+from deep_offload.runtime.convert import widen_into
 from deep_offload.runtime.lanes import CudaDevice, HostDevice, LaneBackend
 from deep_offload.runtime.moves import move_state
-from deep_offload.runtime.state import PIECE_NUMEL, DeviceState, HostState, StatePlan
+from deep_offload.runtime.state import DeviceState, HostState, StatePlan
 from deep_offload.runtime.worker import DeviceBuffers, StepInputs, SubgroupWorker
 
 STATE_NAMES = (MASTER, EXP_AVG, EXP_AVG_SQ)
@@ -398,9 +399,7 @@ class OffloadEngine:
         arrays = self._home(i)
         match self._storage(i):
             case MasterStorage.FULL:
-                masters, weights = arrays[MASTER][piece], self._buffers.weights[i][piece]
-                for target, source in zip(masters.split(PIECE_NUMEL), weights.split(PIECE_NUMEL)):
-                    target.copy_(source.float())
+                widen_into(arrays[MASTER][piece], self._buffers.weights[i][piece])
             case MasterStorage.SPLIT:
                 arrays[MASTER][piece].zero_()
             case MasterStorage.WEIGHT:

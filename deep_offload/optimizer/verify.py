@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +11,7 @@ from deep_offload.kernels import reference
 from deep_offload.optimizer.engine import OffloadEngine
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 from deep_offload.runtime.arena import ArraySpec, HostArena
+from deep_offload.runtime.convert import pieces
 
 _STATE = (MASTER, EXP_AVG, EXP_AVG_SQ)
 _PARAMETER = "parameter"
@@ -97,9 +97,8 @@ class UpdateCheck:
         *state, grad = arrays
         return _Before(i, dict(zip(_STATE, state)), grad, arena)
 
-    def _pieces(self, i: int) -> Iterator[tuple[int, int]]:
-        numel = self._engine.layout.subgroups[i].numel
-        return ((start, min(start + _PIECE_NUMEL, numel)) for start in range(0, numel, _PIECE_NUMEL))
+    def _pieces(self, i: int) -> list[tuple[int, int]]:
+        return pieces(self._engine.layout.subgroups[i].numel, _PIECE_NUMEL)
 
     def _found_and_repeated(self, name: str, before: _Before, start: int, end: int) -> tuple[torch.Tensor, ...]:
         """Elements [start, end) as trained and as repeated, on the device."""

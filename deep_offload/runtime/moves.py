@@ -9,7 +9,8 @@ import torch
 from deep_offload.kernels import reference
 from deep_offload.plan.layout import MasterStorage
 from deep_offload.plan.storage import MASTER
-from deep_offload.runtime.state import PIECE_NUMEL, HostState, StatePlan
+from deep_offload.runtime import convert
+from deep_offload.runtime.state import HostState, StatePlan
 
 
 def move_state(host: HostState, before: StatePlan, after: StatePlan, weights: Sequence[torch.Tensor]) -> None:
@@ -37,16 +38,14 @@ def move_state(host: HostState, before: StatePlan, after: StatePlan, weights: Se
 
 
 def _split(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """The low halves to the start of a full master's bytes; they never reach what is still to be read."""
-    low = master.view(torch.int16)
-    for start, end in _pieces(master.numel()):
-        low[start:end].copy_(reference.split_master(master[start:end].to(weight.device))[1])
+    """The low halves to the start of a full master's bytes."""
+    convert.split_into(master.view(torch.int16), master, weight.device)
 
 
 def _join(master: torch.Tensor, weight: torch.Tensor) -> None:
     """The inverse of `_split`: from the end on, where the low halves of what is left lie in front."""
     low = master.view(torch.int16)
-    for start, end in reversed(_pieces(master.numel())):
+    for start, end in reversed(convert.pieces(master.numel(), convert.PIECE_NUMEL)):
         master[start:end].copy_(reference.merge_master(weight[start:end], low[start:end].to(weight.device)))
 
 
@@ -54,10 +53,6 @@ def _rehearse(weights: Sequence[torch.Tensor]) -> None:
     """Take the memory of one piece for a moment: what has no room fails before anything is changed."""
     if not weights:
         return
-    largest = max(weights, key=lambda weight: weight.numel())[:PIECE_NUMEL]
+    largest = max(weights, key=lambda weight: weight.numel())[: convert.PIECE_NUMEL]
     low = reference.split_master(largest.float())[1]
     reference.merge_master(largest.to(torch.bfloat16), low)
-
-
-def _pieces(numel: int) -> list[tuple[int, int]]:
-    return [(start, min(start + PIECE_NUMEL, numel)) for start in range(0, numel, PIECE_NUMEL)]

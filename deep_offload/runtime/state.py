@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_offload.kernels import reference
 from deep_offload.model.memory import UPCAST_STAGING_NUMEL
 from deep_offload.plan.layout import MasterStorage, ShardLayout, Subgroup
 from deep_offload.plan.ops import Place, Placement
 from deep_offload.plan.storage import EXP_AVG, GRAD, MASTER, WEIGHT_OUT, Field, host_fields, state_fields, storage_of
 from deep_offload.runtime.arena import ArraySpec, HostArena
-
-PIECE_NUMEL = 1 << 22
-"""Elements that are converted at once: temporary tensors on the device take some 64 MiB."""
+from deep_offload.runtime.convert import split_into
 
 Arrays = dict[str, torch.Tensor]
 """Arrays of one subgroup by field name, each [numel]."""
@@ -184,10 +181,8 @@ class DeviceState:
             source = home[name]
             if source.dtype == array.dtype:
                 array.copy_(source)
-                continue
-            for target, piece in zip(array.split(PIECE_NUMEL), source.split(PIECE_NUMEL)):
-                # The weights in their buffer are this master's rounded upper half already.
-                target.copy_(reference.split_master(piece.to(self._device))[1])
+            else:  # the weights in their buffer are this master's rounded upper half already
+                split_into(array, source, self._device)
         return arrays
 
 

@@ -19,11 +19,10 @@ from engine_cases import (
     make_model,
 )
 
-from deep_offload.optimizer import engine as engine_module
 from deep_offload.optimizer.engine import STATE_NAMES
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import gpu_share_of, place_among, place_by_share, spread
-from deep_offload.runtime import moves, state
+from deep_offload.runtime import convert, moves
 
 NUM_UPDATES = 8
 TYPES = {
@@ -74,7 +73,7 @@ def test_masters_are_converted_in_pieces(piece, monkeypatch):
     """A master's two forms share their bytes: pieces of any size, converted in order, lose none of them."""
     case = Case(share=0.5, reserve=True)
     want = drive(case, NUM_UPDATES)
-    monkeypatch.setattr(moves, "PIECE_NUMEL", piece)
+    monkeypatch.setattr(convert, "PIECE_NUMEL", piece)
     assert_same_bits(drive_moving(case, {3: 0.1, 5: 1.0, 6: 0.5}), want, f"pieces of {piece}")
 
 
@@ -95,8 +94,7 @@ def test_conversions_take_no_more_than_a_piece(piece, monkeypatch):
     """Masters that are made of weights, and low halves of new residents, need no memory by the subgroup's size."""
     case = Case(share=0.5, reserve=True)
     want, model = drive(case, NUM_UPDATES), make_model(case)
-    monkeypatch.setattr(engine_module, "PIECE_NUMEL", piece)
-    monkeypatch.setattr(state, "PIECE_NUMEL", piece)
+    monkeypatch.setattr(convert, "PIECE_NUMEL", piece)
     with LargestConversion() as seen:
         grown = make_engine(case, model)
         try:
@@ -118,10 +116,10 @@ def test_a_master_that_is_not_converted_is_noticed():
     for forgotten in ("_split", "_join"):
         with mock.patch.object(moves, forgotten, lambda *_unused: None):
             assert differs(drive_moving(case, {3: 0.2, 5: 0.9})), forgotten
-    forward = moves._pieces
+    forward = convert.pieces
     with (
-        mock.patch.object(moves, "PIECE_NUMEL", 7),
-        mock.patch.object(moves, "_pieces", lambda numel: forward(numel)[::-1]),
+        mock.patch.object(convert, "PIECE_NUMEL", 7),
+        mock.patch.object(convert, "pieces", lambda numel, size: forward(numel, size)[::-1]),
     ):
         assert differs(drive_moving(case, {3: 0.2, 5: 0.9}))
 
