@@ -58,10 +58,6 @@ class Rank:
         if self.world > 1:
             dist.barrier()
 
-    def gather(self, value: float) -> list[float]:
-        """The value of each rank."""
-        return from_all_ranks(value)
-
     def say(self, line: str) -> None:
         """Print on the first rank."""
         if self.number == 0:
@@ -202,8 +198,10 @@ def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank, *, foll
     measured = measure(engine, repeats, rank.device, rank.together)
     timeline, total, expected = engine.timeline(), engine.layout.numel, engine.expected
     assert timeline is not None and expected is not None
-    if follows and expected.profile.num_gpus and lanes_are_off(expected, engine.timelines(), LANE_TOLERANCE):
-        keep_profile(corrected_profile(expected, engine.timelines()))
+    if follows and expected.profile.num_gpus:
+        steps = engine.timelines()
+        if lanes_are_off(expected, steps, LANE_TOLERANCE):
+            keep_profile(corrected_profile(expected, steps))
     facts = expected.judge(timeline)
     assert facts is not None
     busy = " ".join(f"{lane} {share:.2f}" for lane, share in facts.busy.items())
@@ -211,8 +209,8 @@ def run(shards: list[Shard], setting: Setting, repeats: int, rank: Rank, *, foll
     predicted = expected.timeline(Compute(0.0, ENDLESS_SECONDS)).in_place_seconds
     bound = f"{100 * facts.share_of_bound:.0f} % of its bound ({facts.lane})"
     placement = lines[2].split(", slots")[0].removeprefix("placement: ")
-    rates = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.update / 1e9))
-    steadies = " ".join(f"{rate:.2f}" for rate in rank.gather(total / measured.steady / 1e9))
+    rates = " ".join(f"{rate:.2f}" for rate in from_all_ranks(total / measured.update / 1e9))
+    steadies = " ".join(f"{rate:.2f}" for rate in from_all_ranks(total / measured.steady / 1e9))
     name = f"{setting.name}: " if setting.name else ""
     rank.say(
         f"{name}split {setting.split} wire {setting.wire} share {setting.share} [{placement[:60]}]: update "
