@@ -14,7 +14,7 @@ from deep_offload.model.cost import op_seconds
 from deep_offload.model.dry_run import Forecast, StageForecast, dry_run_report, forecast, milliseconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
-from deep_offload.model.simulator import Simulation, simulate
+from deep_offload.model.simulator import Simulation, simulate_settled
 from deep_offload.plan.draw import draw_lanes
 from deep_offload.plan.planner import build_plan
 
@@ -103,11 +103,11 @@ def answer(arguments: argparse.Namespace, config: OffloadConfig, profile: Hardwa
 
 
 def _play(result: Forecast, stage: StageForecast) -> Simulation:
-    """The second iteration of the chosen placement, with the run's compute around it."""
+    """An iteration of the chosen placement, with the run's compute around it."""
     choice, compute = stage.choice, result.compute
     seconds = op_seconds(stage.layout, choice.state, result.profile)
     plan = build_plan(stage.layout, choice.placement, max(1, choice.num_slots), seconds)
-    return simulate(
+    return simulate_settled(
         plan,
         stage.layout,
         choice.state,
@@ -115,7 +115,6 @@ def _play(result: Forecast, stage: StageForecast) -> Simulation:
         forward_seconds=compute.forward,
         backward_seconds=compute.backward,
         other_seconds=max(0.0, compute.iteration - compute.forward - compute.backward),
-        num_iterations=2,
         num_ranks=result.ranks_per_host,
     )
 

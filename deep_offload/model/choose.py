@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import StateFormat, Wire, dram_bytes, op_seconds
@@ -19,7 +20,7 @@ from deep_offload.model.memory import (
 )
 from deep_offload.model.performance import DRAM, best_prediction, lane_costs
 from deep_offload.model.run import ComputeSeconds
-from deep_offload.model.simulator import Simulation, simulate
+from deep_offload.model.simulator import Simulation, simulate, simulate_settled
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
 from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride, spread
@@ -368,15 +369,25 @@ class _Search:
         offloaded = num - residents
         return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
 
-    def _simulate(self, placement: Placement, state: StateFormat, num_slots: int) -> Simulation:
+    def _cost(self, placement: Placement, state: StateFormat, num_slots: int) -> float:
+        """Seconds of an iteration: the second of two, or what keeps its busiest lane longer than that."""
+        second = self._second(placement, state, num_slots)
+        return max(second.iteration_seconds, second.lane_seconds)
+
+    def _second(self, placement: Placement, state: StateFormat, num_slots: int) -> Simulation:
         """The second of two iterations, in which flushes of the first and gradients meet."""
-        known = self.played.get((placement, state, num_slots))
-        if known is not None:
-            return known
+        key = placement, state, num_slots
+        if key not in self.played:
+            self.played[key] = self._play(partial(simulate, num_iterations=2), *key)
+        return self.played[key]
+
+    def _play(
+        self, play: Callable[..., Simulation], placement: Placement, state: StateFormat, num_slots: int
+    ) -> Simulation:
         seconds = op_seconds(self.layout, state, self.profile)
         plan = build_plan(self.layout, placement, num_slots, seconds)
         compute = self.compute or assumed_compute(self.layout, seconds)
-        played = simulate(
+        return play(
             plan,
             self.layout,
             state,
@@ -384,14 +395,8 @@ class _Search:
             forward_seconds=compute.forward,
             backward_seconds=compute.backward,
             other_seconds=compute.other,
-            num_iterations=2,
             num_ranks=self.num_ranks,
         )
-        self.played[placement, state, num_slots] = played
-        return played
-
-    def _cost(self, placement: Placement, state: StateFormat, num_slots: int) -> float:
-        return self._simulate(placement, state, num_slots).iteration_seconds
 
     def _host_total(self, placement: Placement, state: StateFormat) -> int:
         return host_state_bytes(self.layout, placement, state).total
@@ -430,7 +435,9 @@ class _Search:
     ) -> Choice:
         share = gpu_share_of(placement)
         num_streamed = sum(place is Place.GPU for place in placement)
-        played = self._simulate(placement, state, num_slots)
+        played = self._second(placement, state, num_slots)
+        if played.piles_up:
+            played = self._play(simulate_settled, placement, state, num_slots)
         timeline = played.timeline
         lanes = _lane_shares(timeline, self.layout, state, self.profile.rank_dram_bytes_per_s(self.num_ranks))
         lane = max(lanes, key=lambda name: lanes[name]) if timeline.update_seconds > 0 else "none"

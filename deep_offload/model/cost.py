@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from deep_offload.model.hardware import HardwareProfile
@@ -38,6 +39,7 @@ class StateFormat:
         return self.wire_bytes_per_param(subgroup) != subgroup.grad_bytes
 
 
+@cache
 def state_bytes_per_param(storage: MasterStorage) -> int:
     """Bytes of master and moments: what a prefetch or a flush moves for one parameter."""
     return sum(field.itemsize for field in state_fields(storage))

@@ -27,8 +27,14 @@ _CPU, _H2D, _D2H = (_LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.D2H
 _LANE_NUMBER = {id(lane): number for number, lane in enumerate(_LANES)}
 """By identity: enum members hash slowly, and there are many operations."""
 
+_SETTLED_ITERATIONS = 8
+"""After so many what piles up on a lane has filled the slots: it grows by a few copies an iteration."""
+
 _Key = int
 """rank * number of lanes + lane number."""
+
+_Contender = tuple[_Key, float, float]
+"""Where a task runs that shares the link or host memory, its demand and its least speed, as in `_Task`."""
 
 
 @dataclass(slots=True)
@@ -59,6 +65,7 @@ class SimHost:
             _H2D: min(1.0, profile.h2d_both_bytes_per_s / profile.h2d_bytes_per_s),
             _D2H: min(1.0, profile.d2h_both_bytes_per_s / profile.d2h_bytes_per_s),
         }
+        self._known_speeds: dict[tuple[_Contender, ...], dict[_Key, float]] = {}
 
     def add(self, task: _Task, after: Sequence[int]) -> int:
         """Queue a task on its lane, behind tasks given by their numbers; returns its number."""
@@ -76,15 +83,16 @@ class SimHost:
         self._start(sorted(self.lanes), running, now)
         while running:
             speeds = self._speeds(running)
-            step = min(task.remaining / speeds[key] for key, task in running.items())
+            ends = [(key, task, task.remaining / speeds.get(key, 1.0)) for key, task in running.items()]
+            step = min(seconds for _, _, seconds in ends)
             now += step
             woken: list[_Key] = []
-            for key, task in list(running.items()):
-                if task.remaining / speeds[key] <= step * (1 + 1e-12):
+            for key, task, seconds in ends:
+                if seconds <= step * (1 + 1e-12):
                     del running[key]
                     self._finish(task, now, woken)
                 else:
-                    task.remaining -= step * speeds[key]
+                    task.remaining -= step * speeds.get(key, 1.0)
             self._start(woken, running, now)
         stuck = [task.op.label for task in self.tasks if task.end < 0]
         if stuck:
@@ -113,32 +121,41 @@ class SimHost:
                 woken.append(follower.key)
 
     def _speeds(self, running: dict[_Key, _Task]) -> dict[_Key, float]:
-        speeds = dict.fromkeys(running, 1.0)
-        contending: dict[int, list[tuple[_Task, float]]] = {}
-        for key, task in running.items():
-            rank, lane = divmod(key, len(_LANES))
-            if lane in self._both:
-                other = key + (_D2H - _H2D if lane == _H2D else _H2D - _D2H)
-                most = self._both[lane] if lane != _CPU and other in running else 1.0
-                contending.setdefault(rank, []).append((task, most))
-        wanted = {rank: sum(t.demand * most for t, most in tasks) for rank, tasks in contending.items()}
+        """Speed of each running task that shares something; the same few sets of them run again and again."""
+        contending = tuple(
+            (key, task.demand, task.least_speed) for key, task in running.items() if key % len(_LANES) in self._both
+        )
+        if contending not in self._known_speeds:
+            self._known_speeds[contending] = self._contended(contending)
+        return self._known_speeds[contending]
+
+    def _contended(self, contending: tuple[_Contender, ...]) -> dict[_Key, float]:
+        keys = {key for key, _, _ in contending}
+        by_rank: dict[int, list[tuple[_Contender, float]]] = {}
+        for contender in contending:
+            rank, lane = divmod(contender[0], len(_LANES))
+            other = contender[0] + (_D2H - _H2D if lane == _H2D else _H2D - _D2H)
+            most = self._both[lane] if lane != _CPU and other in keys else 1.0
+            by_rank.setdefault(rank, []).append((contender, most))
+        wanted = {rank: sum(demand * most for (_, demand, _), most in all_) for rank, all_ in by_rank.items()}
         given = _fair_parts(wanted, self.profile.dram_bytes_per_s, self.profile.host_dram_bytes_per_s)
-        for rank, tasks in contending.items():
-            for (task, _), speed in zip(tasks, _share(tasks, wanted[rank], given[rank])):
-                speeds[task.key] = speed
+        speeds: dict[_Key, float] = {}
+        for rank, contenders in by_rank.items():
+            shared = _share(contenders, wanted[rank], given[rank])
+            speeds |= {key: speed for ((key, _, _), _), speed in zip(contenders, shared)}
         return speeds
 
 
-def _share(tasks: list[tuple[_Task, float]], wanted: float, capacity: float) -> list[float]:
-    """Speeds of one rank's contending tasks, given as (task, most speed), within `capacity` bytes/s."""
+def _share(contenders: list[tuple[_Contender, float]], wanted: float, capacity: float) -> list[float]:
+    """Speeds of one rank's contenders, each given with its most, within `capacity` bytes/s."""
     if wanted <= capacity:
-        return [most for _, most in tasks]
-    least = [min(most, task.least_speed) for task, most in tasks]
-    guaranteed = sum(task.demand * speed for (task, _), speed in zip(tasks, least))
+        return [most for _, most in contenders]
+    least = [min(most, least_speed) for (_, _, least_speed), most in contenders]
+    guaranteed = sum(demand * speed for ((_, demand, _), _), speed in zip(contenders, least))
     if guaranteed >= capacity:
         return [speed * capacity / guaranteed for speed in least]
     raised = (capacity - guaranteed) / (wanted - guaranteed)
-    return [speed + raised * (most - speed) for (_, most), speed in zip(tasks, least)]
+    return [speed + raised * (most - speed) for (_, most), speed in zip(contenders, least)]
 
 
 def _fair_parts(wanted: dict[int, float], most_each: float, total: float) -> dict[int, float]:
@@ -216,14 +233,24 @@ def main_seconds(
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The last of several simulated iterations of one rank.
+    """One of several simulated iterations of one rank.
 
-    timeline: seconds since its first operation began; iteration_seconds: from norm to norm, or with a single iteration
-    from the start to the end of the last operation.
+    timeline: seconds since its first operation began; iteration_seconds: from the norm before to its own, or with a
+    single iteration from the start to the end of the last operation.
     """
 
     timeline: Timeline
     iteration_seconds: float
+
+    @property
+    def lane_seconds(self) -> float:
+        """What the busiest lane works for the iteration. Where that is more than it lasts, work piles up from one to
+        the next, and in the end they take so long."""
+        return max(sum(span.seconds for span in self.timeline.lane(lane)) for lane in Lane)
+
+    @property
+    def piles_up(self) -> bool:
+        return self.lane_seconds > self.iteration_seconds * (1 + 1e-9)
 
 
 def simulate(
@@ -236,9 +263,11 @@ def simulate(
     backward_seconds: float = 0.0,
     other_seconds: float = 0.0,
     num_iterations: int = 1,
+    num_following: int = 0,
     num_ranks: int = 1,
 ) -> Simulation:
-    """Play a plan for some iterations on `num_ranks` equal ranks of one host.
+    """Play a plan for some iterations on `num_ranks` equal ranks of one host; returns the last one, which
+    `num_following` more come behind.
 
     forward_seconds: of the first micro-batch, which waits for parameters; backward_seconds: of the last one, which
     makes gradients final; other_seconds: compute between the two.
@@ -252,12 +281,48 @@ def simulate(
         backward_seconds=backward_seconds,
         other_seconds=other_seconds,
     )
-    runs = submit_iterations(plan, SimBackend(host, layout, state, main), num_iterations)
+    runs = submit_iterations(plan, SimBackend(host, layout, state, main), num_iterations + num_following)
     host.run()
+    runs = runs[:num_iterations]
     timeline = timeline_of(host, runs[-1])
     norms = [_norm_end(host, run) for run in runs]
     seconds = norms[-1] - norms[-2] if num_iterations > 1 else max((s.end for s in timeline.spans), default=0.0)
     return Simulation(timeline, seconds)
+
+
+def simulate_settled(
+    plan: Plan,
+    layout: ShardLayout,
+    state: StateFormat,
+    profile: HardwareProfile,
+    *,
+    forward_seconds: float,
+    backward_seconds: float,
+    other_seconds: float = 0.0,
+    num_ranks: int = 1,
+) -> Simulation:
+    """Play a plan until its iterations are like those of a long training; arguments as for `simulate`.
+
+    The second one mostly is. Where a lane's work piles up, flushes end later from iteration to iteration, until
+    prefetches wait for the slots: then it is a later one, whose last flushes meet the next one's prefetches.
+    """
+
+    def play(num_iterations: int, num_following: int) -> Simulation:
+        return simulate(
+            plan,
+            layout,
+            state,
+            profile,
+            forward_seconds=forward_seconds,
+            backward_seconds=backward_seconds,
+            other_seconds=other_seconds,
+            num_iterations=num_iterations,
+            num_following=num_following,
+            num_ranks=num_ranks,
+        )
+
+    second = play(2, 0)
+    return play(_SETTLED_ITERATIONS, 1) if second.piles_up else second
 
 
 def submit_iterations(plan: Plan, backend: SimBackend, num_iterations: int) -> list[PlanRun]:

@@ -12,7 +12,7 @@ from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes
 from deep_offload.model.performance import DRAM, share_of_bound
-from deep_offload.model.simulator import Simulation, simulate
+from deep_offload.model.simulator import Simulation, simulate_settled
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Plan
@@ -84,12 +84,12 @@ class Expectation:
         return moved / self.profile.rank_dram_bytes_per_s(self.num_ranks) / timeline.update_seconds
 
     def timeline(self, compute: Compute) -> Timeline:
-        """The second of two iterations around this compute, whose forward pass follows the update."""
+        """An iteration of a long training around this compute, whose forward pass follows the update."""
         return self.play(compute).timeline
 
     def play(self, compute: Compute) -> Simulation:
         """As `timeline`, with the seconds from norm to norm."""
-        return simulate(
+        return simulate_settled(
             self.plan,
             self.layout,
             self.state,
@@ -97,7 +97,6 @@ class Expectation:
             forward_seconds=compute.forward,
             backward_seconds=compute.backward,
             other_seconds=compute.other,
-            num_iterations=2,
             num_ranks=self.num_ranks,
         )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 class Lane(enum.Enum):
     """One first-in first-out resource. MAIN is the training loop itself: its thread and its compute stream."""
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python: plans look members up by the hundred thousand
+
     MAIN = "main"
     CPU = "cpu"
     GPU = "gpu"
@@ -19,6 +21,8 @@ class Lane(enum.Enum):
 
 class OpKind(enum.Enum):
     """What an operation does; its lane follows from it."""
+
+    __hash__ = object.__hash__
 
     GRADS_READY = "grads_ready"
     """External: this iteration's gradient of one subgroup is final in the device's gradient buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from deep_offload.plan.layout import MasterStorage, Subgroup
 from deep_offload.plan.ops import Place
@@ -40,6 +41,7 @@ def storage_of(place: Place, subgroup: Subgroup, split_master: bool) -> MasterSt
     return MasterStorage.SPLIT if split_master else MasterStorage.FULL
 
 
+@cache
 def state_fields(storage: MasterStorage) -> tuple[Field, ...]:
     """Optimizer state proper: what a prefetch and a flush move."""
     master = () if storage is MasterStorage.WEIGHT else (Field(MASTER, storage.bytes_per_param),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.choose import choose_placement
+from deep_offload.model.choose import Compute, choose_placement
 from deep_offload.model.cost import StateFormat, link_bytes, op_cost, op_seconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.memory import host_state_bytes
 from deep_offload.model.performance import share_of_bound, work_seconds
-from deep_offload.model.simulator import SimBackend, SimHost, main_seconds, simulate, submit_iterations, timeline_of
+from deep_offload.model.simulator import (
+    SimBackend,
+    SimHost,
+    main_seconds,
+    simulate,
+    simulate_settled,
+    submit_iterations,
+    timeline_of,
+)
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.layout import ShardLayout, ShardSpec, build_layout
 from deep_offload.plan.ops import Lane, OpKind, Place, Plan
@@ -286,6 +295,69 @@ def test_near_the_measured_engine(share):
     plan = build_plan(layout, choice.placement, 4, op_seconds(layout, choice.state, profile))
     loop = simulate(plan, layout, choice.state, profile, num_iterations=3)
     assert layout.numel / loop.iteration_seconds / 1e9 == pytest.approx(steady, rel=tolerance)
+
+
+# A trained GPT of 1,067,671,552 parameters on an H200, share 1, 8 slots, two micro-batches (benchmarks.trace_overhead):
+# rates as its start measured them, compute as its trace did.
+STREAMED = replace(
+    BUILT_IN_PROFILES["h200"],
+    h2d_bytes_per_s=55.3e9,
+    h2d_both_bytes_per_s=51.8e9,
+    h2d_busy_bytes_per_s=31.1e9,
+    d2h_bytes_per_s=55.2e9,
+    d2h_both_bytes_per_s=50.2e9,
+    d2h_busy_bytes_per_s=49.9e9,
+    dram_bytes_per_s=177e9,
+    host_dram_bytes_per_s=177e9,
+    cpu_adam_param_params_per_s=5.33e9,
+    cpu_adam_param_busy_params_per_s=3.36e9,
+)
+STREAMED_LAYOUT = build_layout([ShardSpec(1_067_671_552, 2, 2)], 66_729_472)
+STREAMED_COMPUTE = dict(forward_seconds=0.0125, backward_seconds=0.0197, other_seconds=0.0272)
+
+
+def test_flushes_that_pile_up_settle_as_measured():
+    """16 flushes take longer than the compute and the updates they hide behind: each step's end a bit later than the
+    last one's, until prefetches wait for slots. Iteration, update and last flush are then as measured, within 2 %; the
+    second iteration still misses the last flush by 14 %."""
+    layout, state, profile = STREAMED_LAYOUT, StateFormat(True, "param"), STREAMED
+    plan = build_plan(layout, place_by_share(16, 1.0), 8, op_seconds(layout, state, profile))
+    settled = simulate_settled(plan, layout, state, profile, **STREAMED_COMPUTE)
+    assert settled.iteration_seconds == pytest.approx(0.2108, rel=0.02)
+    assert settled.timeline.in_place_seconds == pytest.approx(0.1601, rel=0.02)
+    assert settled.timeline.update_seconds == pytest.approx(0.252, rel=0.02)
+    second = simulate(plan, layout, state, profile, **STREAMED_COMPUTE, num_iterations=2)
+    assert second.piles_up and second.timeline.update_seconds < 0.87 * 0.252
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 0.875, 1.0])
+def test_settled_iterations_are_those_of_a_long_training(share, slots):
+    """Within 2.5 % of the mean of iterations 20 to 29 (some alternate by 3 %), no shorter than the work of the busiest
+    lane; where nothing piles up, it is the second one to the last bit."""
+    layout, state, profile = STREAMED_LAYOUT, StateFormat(True, "param"), STREAMED
+    plan = build_plan(layout, place_by_share(16, share), slots, op_seconds(layout, state, profile))
+    played = {n: simulate(plan, layout, state, profile, **STREAMED_COMPUTE, num_iterations=n) for n in range(20, 30)}
+    mean = sum(one.iteration_seconds for one in played.values()) / len(played)
+    settled = simulate_settled(plan, layout, state, profile, **STREAMED_COMPUTE)
+    assert settled.iteration_seconds == pytest.approx(mean, rel=0.025)
+    assert settled.iteration_seconds >= 0.99 * settled.lane_seconds
+    second = simulate(plan, layout, state, profile, **STREAMED_COMPUTE, num_iterations=2)
+    assert second.piles_up == (share > 0.8 and slots == 8)
+    assert second.piles_up or settled == second
+
+
+def test_the_choice_counts_what_piles_up():
+    """More slots promise no more than they keep in a long training, and the predicted iteration is that one's."""
+    compute = Compute(*STREAMED_COMPUTE.values())
+    config = OffloadConfig(interleaved_offload=True, offload_gpu_share=1.0, offload_resident_fraction=0.0)
+    choice = choose_placement(STREAMED_LAYOUT, config, STREAMED, can_split=True, compute=compute)
+    assert choice.num_slots == 8
+    assert choice.predicted_iteration_seconds == pytest.approx(0.2108, rel=0.02)
+    plan = build_plan(STREAMED_LAYOUT, choice.placement, 4, op_seconds(STREAMED_LAYOUT, choice.state, STREAMED))
+    four = simulate_settled(plan, STREAMED_LAYOUT, choice.state, STREAMED, **STREAMED_COMPUTE).iteration_seconds
+    promised = re.search(r"8 slots instead of 4 shorten the iteration by (\d+) %", choice.why)
+    assert promised and int(promised[1]) / 100 == pytest.approx(1 - 0.2108 / four, abs=0.02)
 
 
 @settings(max_examples=30)
