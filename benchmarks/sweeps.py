@@ -2,8 +2,9 @@
 
     python -m benchmarks.sweeps --part stride,resident --output out/bench [--limit-seconds 520]
 
-Parts: stride, resident, micro_batch, accumulation, threads, subgroup (a model of 1.07 B parameters), budgets (3.48 B
-with residency chosen within a budget of GPU memory), sizes (the published 7B and 8.3B models beside the 3.48 B one).
+Parts: stride, resident, micro_batch, accumulation, threads, subgroup (a model of 1.07 B parameters), followed (23
+settings, rates corrected by each for the next), budgets (3.48 B with residency chosen within a budget of GPU memory),
+sizes (the published 7B and 8.3B models beside the 3.48 B one).
 Each is cut before 9 minutes; the same command again goes on where it stopped. The last lines sum up how far predictions
 were off.
 """
@@ -40,6 +41,28 @@ def batches(pairs: Sequence[tuple[int, int]]) -> list[Run]:
     return runs
 
 
+def followed() -> list[Run]:
+    """Many placements one after another, each long enough that its updates correct the rates that the next goes by."""
+    share = "--offload-gpu-share"
+    words = [
+        *(f"{share} {part}" for part in (0.5, 0, 0.75, 0.875, 1)),
+        *(f"--offload-stride {stride}" for stride in (4, 3, 8, 2)),
+        *(f"--offload-resident-fraction {part}" for part in (0, 0.25, 0.5)),
+        f"{share} 0.5 --offload-grad-wire fp32",
+        f"{share} 0.5 --offload-split-master off",
+        *(f"--offload-subgroup-numel {n * 10**6}" for n in (30, 100, 10)),
+        *(f"{share} 0.75 --offload-num-slots {slots}" for slots in (2, 8)),
+    ]
+    small = replace(SMALL, iterations=18)
+    settings = [
+        replace(small, name=w.replace("--offload-", "").replace(" ", "_"), words=f"{R0.words} {w}") for w in words
+    ]
+    larger = [
+        replace(small, name=f"{m}x{n}", micro_batch_size=m, num_micro_batches=n) for m, n in ((4, 1), (1, 4), (1, 8))
+    ]
+    return [*settings, *larger, replace(R0, iterations=18)]
+
+
 PARTS: dict[str, list[Run]] = {
     "stride": [SMALL, *vary(SMALL, "stride", "--offload-stride", ("none", 1, 2, 3, 4, 6, 8, 10)), SMALL],
     "resident": vary(SMALL, "resident", "--offload-resident-fraction", (0, 0.1, 0.2, 0.3, 0.4, 0.5)),
@@ -48,6 +71,7 @@ PARTS: dict[str, list[Run]] = {
     "threads": vary(SMALL, "threads", "--offload-cpu-threads", (4, 8, 12, 16)),
     "subgroup": vary(SMALL, "subgroup", "--offload-subgroup-numel", [n * 10**6 for n in (10, 30, 100, 300, 1000)]),
     "budgets": vary(AUTO, "budget", "--offload-device-budget-gib", BUDGETS),
+    "followed": followed(),
     "sizes": [
         R0,
         replace(R0, name="paper-7b", shape="paper-7b", iterations=10, expected_s=60),

@@ -115,11 +115,11 @@ def _cpu_wire(subgroup: Subgroup, state: StateFormat) -> Wire:
 
 def op_seconds(layout: ShardLayout, state: StateFormat, profile: HardwareProfile) -> OpSeconds:
     """The costs that `build_plan` orders copies by: seconds of an operation while the other lanes work."""
-    known: dict[tuple[int, ...], float] = {}
+    known: dict[tuple[OpKind, int, int, int], float] = {}
 
     def seconds(kind: OpKind, i: int) -> float:
         subgroup = layout.subgroups[i]
-        key = (id(kind), subgroup.numel, subgroup.param_bytes, subgroup.grad_bytes)
+        key = (kind, subgroup.numel, subgroup.param_bytes, subgroup.grad_bytes)
         if key not in known:
             known[key] = op_cost(kind, subgroup, state, profile, busy=True).seconds
         return known[key]

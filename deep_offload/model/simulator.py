@@ -24,8 +24,8 @@ MainSeconds = Callable[[OpKind, int], float]
 
 _LANES = tuple(Lane)
 _CPU, _H2D, _D2H = (_LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.D2H))
-_LANE_NUMBER = {id(lane): number for number, lane in enumerate(_LANES)}
-"""By identity: enum members hash slowly, and there are many operations."""
+_LANE_NUMBER = {lane: number for number, lane in enumerate(_LANES)}
+_CONTENDING = (Lane.CPU, Lane.H2D, Lane.D2H)
 
 _SETTLED_ITERATIONS = 8
 """After so many what piles up on a lane has filled the slots: it grows by a few copies an iteration."""
@@ -34,18 +34,18 @@ _Key = int
 """rank * number of lanes + lane number."""
 
 _Contender = tuple[_Key, float, float]
-"""Where a task runs that shares the link or host memory, its demand and its least speed, as in `_Task`."""
+"""What a task shares the link or host memory as: its key, its demand of host memory (bytes/s at speed 1), and its least
+speed."""
 
 
 @dataclass(slots=True)
 class _Task:
-    """One operation. Speeds are relative to the lane alone; demand is host memory bytes/s at speed 1."""
+    """One operation. Speeds are relative to the lane alone. contender: None where nothing slows it down."""
 
     op: Op
     key: _Key
     remaining: float
-    demand: float
-    least_speed: float
+    contender: _Contender | None
     num_bytes: int
     waits_for: int = 0
     start: float = -1.0
@@ -83,16 +83,17 @@ class SimHost:
         self._start(sorted(self.lanes), running, now)
         while running:
             speeds = self._speeds(running)
-            ends = [(key, task, task.remaining / speeds.get(key, 1.0)) for key, task in running.items()]
-            step = min(seconds for _, _, seconds in ends)
+            work = [(task, speeds.get(key, 1.0)) for key, task in running.items()]
+            step = min([task.remaining / speed for task, speed in work])
             now += step
+            soon = step * (1 + 1e-12)
             woken: list[_Key] = []
-            for key, task, seconds in ends:
-                if seconds <= step * (1 + 1e-12):
-                    del running[key]
+            for task, speed in work:
+                if task.remaining / speed <= soon:
+                    del running[task.key]
                     self._finish(task, now, woken)
                 else:
-                    task.remaining -= step * speeds.get(key, 1.0)
+                    task.remaining -= step * speed
             self._start(woken, running, now)
         stuck = [task.op.label for task in self.tasks if task.end < 0]
         if stuck:
@@ -122,9 +123,7 @@ class SimHost:
 
     def _speeds(self, running: dict[_Key, _Task]) -> dict[_Key, float]:
         """Speed of each running task that shares something; the same few sets of them run again and again."""
-        contending = tuple(
-            (key, task.demand, task.least_speed) for key, task in running.items() if key % len(_LANES) in self._both
-        )
+        contending = tuple([task.contender for task in running.values() if task.contender])
         if contending not in self._known_speeds:
             self._known_speeds[contending] = self._contended(contending)
         return self._known_speeds[contending]
@@ -179,25 +178,29 @@ class SimBackend:
         self._state = state
         self._main_seconds = main_seconds
         self._first_key = rank * len(_LANES)
-        self._costs: dict[tuple[int, ...], tuple[float, float, float, int]] = {}
+        self._costs: dict[tuple[OpKind, int, int, int], tuple[float, _Contender | None, int]] = {}
 
     def submit(self, op: Op, after: Sequence[int]) -> int:
-        key = self._first_key + _LANE_NUMBER[id(op.lane)]
-        if op.lane is Lane.MAIN:
-            return self._host.add(_Task(op, key, self._main_seconds(op.kind, op.subgroup), 0.0, 1.0, 0), after)
-        return self._host.add(_Task(op, key, *self._cost(op)), after)
+        lane = op.lane
+        key = self._first_key + _LANE_NUMBER[lane]
+        if lane is Lane.MAIN:
+            task = _Task(op, key, self._main_seconds(op.kind, op.subgroup), None, 0)
+        else:
+            task = _Task(op, key, *self._cost(op, key))
+        return self._host.add(task, after)
 
-    def _cost(self, op: Op) -> tuple[float, float, float, int]:
-        """Seconds alone, host memory demand in bytes/s, least speed, bytes over the link; equal subgroups share it."""
+    def _cost(self, op: Op, key: _Key) -> tuple[float, _Contender | None, int]:
+        """Seconds alone, what it contends as, bytes over the link; equal subgroups share it."""
         subgroup = self._layout.subgroups[op.subgroup]
-        key = (id(op.kind), subgroup.numel, subgroup.param_bytes, subgroup.grad_bytes)
-        if key not in self._costs:
+        size = op.kind, subgroup.numel, subgroup.param_bytes, subgroup.grad_bytes
+        if size not in self._costs:
             cost = op_cost(op.kind, subgroup, self._state, self._host.profile)
             busy = op_cost(op.kind, subgroup, self._state, self._host.profile, busy=True)
             demand = cost.dram_bytes / cost.seconds if cost.seconds > 0 else 0.0
             least = min(1.0, cost.seconds / busy.seconds) if busy.seconds > 0 else 1.0
-            self._costs[key] = (cost.seconds, demand, least, cost.link_bytes)
-        return self._costs[key]
+            contender = (key, demand, least) if op.lane in _CONTENDING else None
+            self._costs[size] = (cost.seconds, contender, cost.link_bytes)
+        return self._costs[size]
 
 
 def main_seconds(
