@@ -14,7 +14,7 @@ from deep_offload.model.cost import op_seconds
 from deep_offload.model.dry_run import Forecast, StageForecast, dry_run_report, forecast, milliseconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
-from deep_offload.model.simulator import Simulation, simulate_settled
+from deep_offload.model.simulator import Simulation, settled_iteration, simulate
 from deep_offload.plan.draw import draw_lanes
 from deep_offload.plan.planner import build_plan
 
@@ -107,16 +107,22 @@ def _play(result: Forecast, stage: StageForecast) -> Simulation:
     choice, compute = stage.choice, result.compute
     seconds = op_seconds(stage.layout, choice.state, result.profile)
     plan = build_plan(stage.layout, choice.placement, max(1, choice.num_slots), seconds)
-    return simulate_settled(
-        plan,
-        stage.layout,
-        choice.state,
-        result.profile,
-        forward_seconds=compute.forward,
-        backward_seconds=compute.backward,
-        other_seconds=max(0.0, compute.iteration - compute.forward - compute.backward),
-        num_ranks=result.ranks_per_host,
-    )
+
+    def play(num_iterations: int, num_following: int) -> Simulation:
+        return simulate(
+            plan,
+            stage.layout,
+            choice.state,
+            result.profile,
+            forward_seconds=compute.forward,
+            backward_seconds=compute.backward,
+            other_seconds=max(0.0, compute.iteration - compute.forward - compute.backward),
+            num_iterations=num_iterations,
+            num_following=num_following,
+            num_ranks=result.ranks_per_host,
+        )
+
+    return settled_iteration(play)
 
 
 def _share_table(result: Forecast, config: OffloadConfig) -> list[str]:

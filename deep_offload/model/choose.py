@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,7 @@ from deep_offload.model.memory import (
 )
 from deep_offload.model.performance import DRAM, best_prediction, lane_costs
 from deep_offload.model.run import ComputeSeconds
-from deep_offload.model.simulator import Simulation, simulate, simulate_settled
+from deep_offload.model.simulator import Simulation, iteration_cost, settled_iteration, simulate
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Place, Placement
 from deep_offload.plan.placement import gpu_share_of, nearest_stride, place_by_share, place_by_stride, spread
@@ -206,7 +206,7 @@ class _Search:
     num_ranks: int
     compute: Compute | None
     may_move: bool
-    played: dict[tuple[Placement, StateFormat, int], Simulation] = field(default_factory=dict)
+    played: dict[tuple[Placement, StateFormat, int, int, int], Simulation] = field(default_factory=dict)
 
     @property
     def _num_slots(self) -> int:
@@ -288,7 +288,8 @@ class _Search:
             return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {MANY_SLOTS} do not fit"
         also = [few.count(Place.GPU)]  # it fits, which no share of the grid may
         found = forced if forced is not None else self._best_of_shares(residents, state, many, also)[0]
-        gain = 1 - self._cost(found, state, many) / self._cost(few, state, FEW_SLOTS)
+        seconds = [self._settled(*one).iteration_seconds for one in ((found, state, many), (few, state, FEW_SLOTS))]
+        gain = 1 - seconds[0] / seconds[1]
         if gain < _MANY_SLOTS_GAIN:
             return few, FEW_SLOTS, f"; {FEW_SLOTS} slots, as {many} would gain less than 2 %"
         used = min(many, found.count(Place.GPU))
@@ -370,33 +371,31 @@ class _Search:
         return place_by_share(num, num_streamed / offloaded if offloaded else 0.0, residents / num if num else 0.0)
 
     def _cost(self, placement: Placement, state: StateFormat, num_slots: int) -> float:
-        """Seconds of an iteration: the second of two, or what keeps its busiest lane longer than that."""
-        second = self._second(placement, state, num_slots)
-        return max(second.iteration_seconds, second.lane_seconds)
+        return iteration_cost(partial(self._play, placement, state, num_slots))
 
-    def _second(self, placement: Placement, state: StateFormat, num_slots: int) -> Simulation:
-        """The second of two iterations, in which flushes of the first and gradients meet."""
-        key = placement, state, num_slots
-        if key not in self.played:
-            self.played[key] = self._play(partial(simulate, num_iterations=2), *key)
-        return self.played[key]
+    def _settled(self, placement: Placement, state: StateFormat, num_slots: int) -> Simulation:
+        return settled_iteration(partial(self._play, placement, state, num_slots))
 
     def _play(
-        self, play: Callable[..., Simulation], placement: Placement, state: StateFormat, num_slots: int
+        self, placement: Placement, state: StateFormat, num_slots: int, num_iterations: int, num_following: int
     ) -> Simulation:
-        seconds = op_seconds(self.layout, state, self.profile)
-        plan = build_plan(self.layout, placement, num_slots, seconds)
-        compute = self.compute or assumed_compute(self.layout, seconds)
-        return play(
-            plan,
-            self.layout,
-            state,
-            self.profile,
-            forward_seconds=compute.forward,
-            backward_seconds=compute.backward,
-            other_seconds=compute.other,
-            num_ranks=self.num_ranks,
-        )
+        key = placement, state, num_slots, num_iterations, num_following
+        if key not in self.played:
+            seconds = op_seconds(self.layout, state, self.profile)
+            compute = self.compute or assumed_compute(self.layout, seconds)
+            self.played[key] = simulate(
+                build_plan(self.layout, placement, num_slots, seconds),
+                self.layout,
+                state,
+                self.profile,
+                forward_seconds=compute.forward,
+                backward_seconds=compute.backward,
+                other_seconds=compute.other,
+                num_iterations=num_iterations,
+                num_following=num_following,
+                num_ranks=self.num_ranks,
+            )
+        return self.played[key]
 
     def _host_total(self, placement: Placement, state: StateFormat) -> int:
         return host_state_bytes(self.layout, placement, state).total
@@ -435,9 +434,7 @@ class _Search:
     ) -> Choice:
         share = gpu_share_of(placement)
         num_streamed = sum(place is Place.GPU for place in placement)
-        played = self._second(placement, state, num_slots)
-        if played.piles_up:
-            played = self._play(simulate_settled, placement, state, num_slots)
+        played = self._settled(placement, state, num_slots)
         timeline = played.timeline
         lanes = _lane_shares(timeline, self.layout, state, self.profile.rank_dram_bytes_per_s(self.num_ranks))
         lane = max(lanes, key=lambda name: lanes[name]) if timeline.update_seconds > 0 else "none"

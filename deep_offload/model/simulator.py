@@ -27,8 +27,8 @@ _CPU, _H2D, _D2H = (_LANES.index(lane) for lane in (Lane.CPU, Lane.H2D, Lane.D2H
 _LANE_NUMBER = {lane: number for number, lane in enumerate(_LANES)}
 _CONTENDING = (Lane.CPU, Lane.H2D, Lane.D2H)
 
-_SETTLED_ITERATIONS = 8
-"""After so many what piles up on a lane has filled the slots: it grows by a few copies an iteration."""
+_SETTLED_ITERATIONS = 16
+"""After so many what piles up on a lane has filled the slots of every plan that was tried."""
 
 _Key = int
 """rank * number of lanes + lane number."""
@@ -136,7 +136,7 @@ class SimHost:
             other = contender[0] + (_D2H - _H2D if lane == _H2D else _H2D - _D2H)
             most = self._both[lane] if lane != _CPU and other in keys else 1.0
             by_rank.setdefault(rank, []).append((contender, most))
-        wanted = {rank: sum(demand * most for (_, demand, _), most in all_) for rank, all_ in by_rank.items()}
+        wanted = {rank: sum(demand * most for (_, demand, _), most in both) for rank, both in by_rank.items()}
         given = _fair_parts(wanted, self.profile.dram_bytes_per_s, self.profile.host_dram_bytes_per_s)
         speeds: dict[_Key, float] = {}
         for rank, contenders in by_rank.items():
@@ -238,8 +238,8 @@ def main_seconds(
 class Simulation:
     """One of several simulated iterations of one rank.
 
-    timeline: seconds since its first operation began; iteration_seconds: from the norm before to its own, or with a
-    single iteration from the start to the end of the last operation.
+    timeline: seconds since its first operation began; iteration_seconds: from the norm before to its own, behind more
+    than three the mean of two, or with a single iteration from the start to the end of the last operation.
     """
 
     timeline: Timeline
@@ -247,12 +247,12 @@ class Simulation:
 
     @property
     def lane_seconds(self) -> float:
-        """What the busiest lane works for the iteration. Where that is more than it lasts, work piles up from one to
-        the next, and in the end they take so long."""
+        """What the busiest lane works for the iteration."""
         return max(sum(span.seconds for span in self.timeline.lane(lane)) for lane in Lane)
 
     @property
     def piles_up(self) -> bool:
+        """Whether that is more than it lasts: then work waits from one to the next, and they grow to about that."""
         return self.lane_seconds > self.iteration_seconds * (1 + 1e-9)
 
 
@@ -269,8 +269,9 @@ def simulate(
     num_following: int = 0,
     num_ranks: int = 1,
 ) -> Simulation:
-    """Play a plan for some iterations on `num_ranks` equal ranks of one host; returns the last one, which
-    `num_following` more come behind.
+    """Play a plan for some iterations on `num_ranks` equal ranks of one host; returns the last of them.
+
+    num_following: further ones are played behind it.
 
     forward_seconds: of the first micro-batch, which waits for parameters; backward_seconds: of the last one, which
     makes gradients final; other_seconds: compute between the two.
@@ -289,43 +290,34 @@ def simulate(
     runs = runs[:num_iterations]
     timeline = timeline_of(host, runs[-1])
     norms = [_norm_end(host, run) for run in runs]
-    seconds = norms[-1] - norms[-2] if num_iterations > 1 else max((s.end for s in timeline.spans), default=0.0)
-    return Simulation(timeline, seconds)
+    if num_iterations == 1:
+        return Simulation(timeline, max((s.end for s in timeline.spans), default=0.0))
+    counted = 2 if num_iterations > 3 else 1  # long and short ones may alternate, and the first are like none
+    return Simulation(timeline, (norms[-1] - norms[-1 - counted]) / counted)
 
 
-def simulate_settled(
-    plan: Plan,
-    layout: ShardLayout,
-    state: StateFormat,
-    profile: HardwareProfile,
-    *,
-    forward_seconds: float,
-    backward_seconds: float,
-    other_seconds: float = 0.0,
-    num_ranks: int = 1,
-) -> Simulation:
-    """Play a plan until its iterations are like those of a long training; arguments as for `simulate`.
+Play = Callable[[int, int], Simulation]
+"""`simulate` of one plan, for a number of iterations and of following ones."""
 
-    The second one mostly is. Where a lane's work piles up, flushes end later from iteration to iteration, until
-    prefetches wait for the slots: then it is a later one, whose last flushes meet the next one's prefetches.
+
+def settled_iteration(play: Play) -> Simulation:
+    """An iteration as those of a long training.
+
+    The second one mostly is. Where work piles up, flushes end later from iteration to iteration, until prefetches wait
+    for the slots: then it is a later one, whose last flushes meet the next one's prefetches.
     """
-
-    def play(num_iterations: int, num_following: int) -> Simulation:
-        return simulate(
-            plan,
-            layout,
-            state,
-            profile,
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
-            other_seconds=other_seconds,
-            num_iterations=num_iterations,
-            num_following=num_following,
-            num_ranks=num_ranks,
-        )
-
     second = play(2, 0)
     return play(_SETTLED_ITERATIONS, 1) if second.piles_up else second
+
+
+def iteration_cost(play: Play) -> float:
+    """Seconds of such an iteration, near enough to compare placements by: where work piles up, of a third and a fourth
+    one, or what keeps a lane busy for longer."""
+    second = play(2, 0)
+    if not second.piles_up:
+        return second.iteration_seconds
+    fourth = play(4, 1)
+    return max(fourth.iteration_seconds, fourth.lane_seconds)
 
 
 def submit_iterations(plan: Plan, backend: SimBackend, num_iterations: int) -> list[PlanRun]:

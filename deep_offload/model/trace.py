@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from deep_offload.model.choose import Compute
@@ -12,7 +13,7 @@ from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes
 from deep_offload.model.performance import DRAM, share_of_bound
-from deep_offload.model.simulator import Simulation, simulate_settled
+from deep_offload.model.simulator import Simulation, iteration_cost, settled_iteration, simulate
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Plan
@@ -85,11 +86,19 @@ class Expectation:
 
     def timeline(self, compute: Compute) -> Timeline:
         """An iteration of a long training around this compute, whose forward pass follows the update."""
-        return self.play(compute).timeline
+        return self.settled(compute).timeline
 
-    def play(self, compute: Compute) -> Simulation:
+    def settled(self, compute: Compute) -> Simulation:
         """As `timeline`, with the seconds from norm to norm."""
-        return simulate_settled(
+        return settled_iteration(partial(self.play, compute))
+
+    def cost(self, compute: Compute) -> float:
+        """About those seconds, sooner."""
+        return iteration_cost(partial(self.play, compute))
+
+    def play(self, compute: Compute, num_iterations: int, num_following: int) -> Simulation:
+        """The last of some iterations around this compute, with further ones behind it."""
+        return simulate(
             self.plan,
             self.layout,
             self.state,
@@ -97,6 +106,8 @@ class Expectation:
             forward_seconds=compute.forward,
             backward_seconds=compute.backward,
             other_seconds=compute.other,
+            num_iterations=num_iterations,
+            num_following=num_following,
             num_ranks=self.num_ranks,
         )
 

@@ -125,6 +125,8 @@ def _indices(text: str | None) -> tuple[int, ...]:
 class Place(enum.Enum):
     """Where a subgroup's optimizer state lives and who updates it."""
 
+    __hash__ = object.__hash__
+
     CPU = "cpu"
     """Home on the host, updated there."""
     GPU = "gpu"

@@ -172,7 +172,7 @@ def _prediction(expected: Expectation) -> dict[str, Any]:
     compute = expected.compute
     return {
         "update_seconds": expected.update_seconds,
-        "iteration_seconds": None if compute is None else expected.play(compute).iteration_seconds,
+        "iteration_seconds": None if compute is None else expected.settled(compute).iteration_seconds,
         "binding_lane": expected.binding_lane,
         "profile": expected.profile.name,
         "profile_source": f"{expected.profile.source}, {expected.profile.date}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from deep_offload.model.performance import share_of_bound, work_seconds
 from deep_offload.model.simulator import (
     SimBackend,
     SimHost,
+    Simulation,
+    iteration_cost,
     main_seconds,
+    settled_iteration,
     simulate,
-    simulate_settled,
     submit_iterations,
     timeline_of,
 )
@@ -316,34 +319,53 @@ STREAMED_LAYOUT = build_layout([ShardSpec(1_067_671_552, 2, 2)], 66_729_472)
 STREAMED_COMPUTE = dict(forward_seconds=0.0125, backward_seconds=0.0197, other_seconds=0.0272)
 
 
+def streamed(share: float, slots: int, compute: dict[str, float], num: int = 16) -> Callable[..., Simulation]:
+    """What plays iterations of such a training of so many subgroups, and so many following ones."""
+    state = StateFormat(True, "param")
+    layout = build_layout([ShardSpec(num * 66_729_472, 2, 2)], 66_729_472)
+    placement = place_by_share(num, share)
+    plan = build_plan(layout, placement, slots, op_seconds(layout, state, STREAMED))
+
+    def play(num_iterations: int, num_following: int) -> Simulation:
+        counts = {"num_iterations": num_iterations, "num_following": num_following}
+        return simulate(plan, layout, state, STREAMED, **compute, **counts)
+
+    return play
+
+
 def test_flushes_that_pile_up_settle_as_measured():
     """16 flushes take longer than the compute and the updates they hide behind: each step's end a bit later than the
     last one's, until prefetches wait for slots. Iteration, update and last flush are then as measured, within 2 %; the
     second iteration still misses the last flush by 14 %."""
-    layout, state, profile = STREAMED_LAYOUT, StateFormat(True, "param"), STREAMED
-    plan = build_plan(layout, place_by_share(16, 1.0), 8, op_seconds(layout, state, profile))
-    settled = simulate_settled(plan, layout, state, profile, **STREAMED_COMPUTE)
+    play = streamed(1.0, 8, STREAMED_COMPUTE)
+    settled, second = settled_iteration(play), play(2, 0)
     assert settled.iteration_seconds == pytest.approx(0.2108, rel=0.02)
     assert settled.timeline.in_place_seconds == pytest.approx(0.1601, rel=0.02)
     assert settled.timeline.update_seconds == pytest.approx(0.252, rel=0.02)
-    second = simulate(plan, layout, state, profile, **STREAMED_COMPUTE, num_iterations=2)
     assert second.piles_up and second.timeline.update_seconds < 0.87 * 0.252
 
 
-@pytest.mark.parametrize("slots", [4, 8])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 0.875, 1.0])
-def test_settled_iterations_are_those_of_a_long_training(share, slots):
-    """Within 2.5 % of the mean of iterations 20 to 29 (some alternate by 3 %), no shorter than the work of the busiest
-    lane; where nothing piles up, it is the second one to the last bit."""
-    layout, state, profile = STREAMED_LAYOUT, StateFormat(True, "param"), STREAMED
-    plan = build_plan(layout, place_by_share(16, share), slots, op_seconds(layout, state, profile))
-    played = {n: simulate(plan, layout, state, profile, **STREAMED_COMPUTE, num_iterations=n) for n in range(20, 30)}
-    mean = sum(one.iteration_seconds for one in played.values()) / len(played)
-    settled = simulate_settled(plan, layout, state, profile, **STREAMED_COMPUTE)
-    assert settled.iteration_seconds == pytest.approx(mean, rel=0.025)
-    assert settled.iteration_seconds >= 0.99 * settled.lane_seconds
-    second = simulate(plan, layout, state, profile, **STREAMED_COMPUTE, num_iterations=2)
-    assert second.piles_up == (share > 0.8 and slots == 8)
+LONG_TRAININGS = [
+    *((share, slots, 1.0, 16) for share in (0.0, 0.5, 0.75, 0.875, 1.0) for slots in (4, 8)),
+    *((share, 8, scale, 16) for share in (0.5, 0.875, 1.0) for scale in (0.0, 0.5)),
+    (1.0, 16, 52 / 16, 52),
+]
+
+
+@pytest.mark.parametrize(("share", "slots", "scale", "num"), LONG_TRAININGS)
+def test_settled_iterations_are_those_of_a_long_training(share, slots, scale, num):
+    """Where work piles up, iteration and last flush are within 2 % of the mean of iterations 30 to 33, of which some
+    alternate by 15 %, and the cost that placements are compared by within 5 %; elsewhere the second iteration is as
+    the later ones within 3 %."""
+    play = streamed(share, slots, {name: scale * seconds for name, seconds in STREAMED_COMPUTE.items()}, num)
+    late = [play(n, 1) for n in range(30, 34)]
+    seconds = sum(one.iteration_seconds for one in late) / len(late)
+    last_flush = sum(one.timeline.update_seconds for one in late) / len(late)
+    settled, second = settled_iteration(play), play(2, 0)
+    tolerance = 0.02 if second.piles_up else 0.03
+    assert settled.iteration_seconds == pytest.approx(seconds, rel=tolerance)
+    assert settled.timeline.update_seconds == pytest.approx(last_flush, rel=tolerance)
+    assert iteration_cost(play) == pytest.approx(seconds, rel=0.05)
     assert second.piles_up or settled == second
 
 
@@ -354,8 +376,7 @@ def test_the_choice_counts_what_piles_up():
     choice = choose_placement(STREAMED_LAYOUT, config, STREAMED, can_split=True, compute=compute)
     assert choice.num_slots == 8
     assert choice.predicted_iteration_seconds == pytest.approx(0.2108, rel=0.02)
-    plan = build_plan(STREAMED_LAYOUT, choice.placement, 4, op_seconds(STREAMED_LAYOUT, choice.state, STREAMED))
-    four = simulate_settled(plan, STREAMED_LAYOUT, choice.state, STREAMED, **STREAMED_COMPUTE).iteration_seconds
+    four = settled_iteration(streamed(1.0, 4, STREAMED_COMPUTE)).iteration_seconds
     promised = re.search(r"8 slots instead of 4 shorten the iteration by (\d+) %", choice.why)
     assert promised and int(promised[1]) / 100 == pytest.approx(1 - 0.2108 / four, abs=0.02)
 
