@@ -12,6 +12,7 @@ import difflib
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +20,7 @@ from deep_offload import cli_plan, cli_request, cli_simulate
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import StateFormat, op_seconds
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file, planning_profile
-from deep_offload.model.simulator import Simulation, settled_iteration, simulate
+from deep_offload.model.simulator import settled_iteration, simulate
 from deep_offload.model.this_machine import cpu_update_threads
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.draw import draw_lanes, trace_to_json
@@ -221,20 +222,8 @@ def _show_plan(arguments: argparse.Namespace) -> int:
         placement = place_by_stride(num, arguments.stride, arguments.resident_fraction)
     plan = build_plan(layout, placement, arguments.slots, op_seconds(layout, state, profile))
     check_plan(plan)
-
-    def play(num_iterations: int, num_following: int) -> Simulation:
-        return simulate(
-            plan,
-            layout,
-            state,
-            profile,
-            forward_seconds=arguments.forward_ms / 1e3,
-            backward_seconds=arguments.backward_ms / 1e3,
-            num_iterations=num_iterations,
-            num_following=num_following,
-        )
-
-    played = settled_iteration(play)
+    compute = {"forward_seconds": arguments.forward_ms / 1e3, "backward_seconds": arguments.backward_ms / 1e3}
+    played = settled_iteration(partial(simulate, plan, layout, state, profile, **compute))
     if arguments.ops:
         print(plan)
     print(note)

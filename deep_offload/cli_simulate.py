@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from deep_offload.cli_plan import costs, layout_of, nothing_fits, table
@@ -107,21 +108,17 @@ def _play(result: Forecast, stage: StageForecast) -> Simulation:
     choice, compute = stage.choice, result.compute
     seconds = op_seconds(stage.layout, choice.state, result.profile)
     plan = build_plan(stage.layout, choice.placement, max(1, choice.num_slots), seconds)
-
-    def play(num_iterations: int, num_following: int) -> Simulation:
-        return simulate(
-            plan,
-            stage.layout,
-            choice.state,
-            result.profile,
-            forward_seconds=compute.forward,
-            backward_seconds=compute.backward,
-            other_seconds=max(0.0, compute.iteration - compute.forward - compute.backward),
-            num_iterations=num_iterations,
-            num_following=num_following,
-            num_ranks=result.ranks_per_host,
-        )
-
+    play = partial(
+        simulate,
+        plan,
+        stage.layout,
+        choice.state,
+        result.profile,
+        forward_seconds=compute.forward,
+        backward_seconds=compute.backward,
+        other_seconds=max(0.0, compute.iteration - compute.forward - compute.backward),
+        num_ranks=result.ranks_per_host,
+    )
     return settled_iteration(play)
 
 

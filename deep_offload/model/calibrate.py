@@ -76,7 +76,7 @@ def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> Hardw
 
     def errors(logs: _Logs) -> dict[Lane, float]:
         believed = replace(expected, profile=_scaled(expected.profile, logs))
-        return _errors(_lane_seconds([believed.play(compute, *iterations).timeline]), measured)
+        return _errors(_lane_seconds([believed.play(compute)(**iterations).timeline]), measured)
 
     logs = _searched(errors, _weights(measured))
     source = f"{expected.profile.source.split(', measured by ')[0]}, measured by {len(steps)} updates of training"
@@ -87,16 +87,17 @@ def corrected_profile(expected: Expectation, steps: Sequence[Timeline]) -> Hardw
 def lanes_are_off(expected: Expectation, steps: Sequence[Timeline], tolerance: float) -> bool:
     """Whether a lane took so many times as long as predicted, or as short; one that mostly rests may do so more."""
     measured, compute = _lane_seconds(steps), measured_compute(expected, steps)
-    played = expected.play(compute, *_iterations(expected, compute))
+    played = expected.play(compute)(**_iterations(expected, compute))
     errors = _errors(_lane_seconds([played.timeline]), measured)
     weights = _weights(measured)
     return any(abs(error) * weights[lane] > math.log(tolerance) for lane, error in errors.items())
 
 
-def _iterations(expected: Expectation, compute: Compute) -> tuple[int, int]:
+def _iterations(expected: Expectation, compute: Compute) -> dict[str, int]:
     """Iterations to play, and following ones: one where last flushes meet prefetches. The same for all factors of a
     correction, whose slopes would else hold the step from one to the other."""
-    return (3, 1) if expected.play(compute, 2, 0).piles_up else (2, 0)
+    second = {"num_iterations": 2, "num_following": 0}
+    return {"num_iterations": 3, "num_following": 1} if expected.play(compute)(**second).piles_up else second
 
 
 def measured_compute(expected: Expectation, steps: Sequence[Timeline]) -> Compute:

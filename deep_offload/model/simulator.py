@@ -296,8 +296,8 @@ def simulate(
     return Simulation(timeline, (norms[-1] - norms[-1 - counted]) / counted)
 
 
-Play = Callable[[int, int], Simulation]
-"""`simulate` of one plan, for a number of iterations and of following ones."""
+Play = Callable[..., Simulation]
+"""`simulate` of one plan, all but `num_iterations` and `num_following` given."""
 
 
 def settled_iteration(play: Play) -> Simulation:
@@ -306,17 +306,17 @@ def settled_iteration(play: Play) -> Simulation:
     The second one mostly is. Where work piles up, flushes end later from iteration to iteration, until prefetches wait
     for the slots: then it is a later one, whose last flushes meet the next one's prefetches.
     """
-    second = play(2, 0)
-    return play(_SETTLED_ITERATIONS, 1) if second.piles_up else second
+    second = play(num_iterations=2, num_following=0)
+    return play(num_iterations=_SETTLED_ITERATIONS, num_following=1) if second.piles_up else second
 
 
 def iteration_cost(play: Play) -> float:
     """Seconds of such an iteration, near enough to compare placements by: where work piles up, of a third and a fourth
     one, or what keeps a lane busy for longer."""
-    second = play(2, 0)
+    second = play(num_iterations=2, num_following=0)
     if not second.piles_up:
         return second.iteration_seconds
-    fourth = play(4, 1)
+    fourth = play(num_iterations=4, num_following=1)
     return max(fourth.iteration_seconds, fourth.lane_seconds)
 
 

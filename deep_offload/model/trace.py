@@ -13,7 +13,7 @@ from deep_offload.model.cost import StateFormat, dram_bytes
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import device_state_bytes
 from deep_offload.model.performance import DRAM, share_of_bound
-from deep_offload.model.simulator import Simulation, iteration_cost, settled_iteration, simulate
+from deep_offload.model.simulator import Play, Simulation, iteration_cost, settled_iteration, simulate
 from deep_offload.plan.draw import chrome_trace
 from deep_offload.plan.layout import ShardLayout
 from deep_offload.plan.ops import Lane, OpKind, Plan
@@ -90,15 +90,16 @@ class Expectation:
 
     def settled(self, compute: Compute) -> Simulation:
         """As `timeline`, with the seconds from norm to norm."""
-        return settled_iteration(partial(self.play, compute))
+        return settled_iteration(self.play(compute))
 
     def cost(self, compute: Compute) -> float:
         """About those seconds, sooner."""
-        return iteration_cost(partial(self.play, compute))
+        return iteration_cost(self.play(compute))
 
-    def play(self, compute: Compute, num_iterations: int, num_following: int) -> Simulation:
-        """The last of some iterations around this compute, with further ones behind it."""
-        return simulate(
+    def play(self, compute: Compute) -> Play:
+        """What plays some iterations around this compute."""
+        return partial(
+            simulate,
             self.plan,
             self.layout,
             self.state,
@@ -106,8 +107,6 @@ class Expectation:
             forward_seconds=compute.forward,
             backward_seconds=compute.backward,
             other_seconds=compute.other,
-            num_iterations=num_iterations,
-            num_following=num_following,
             num_ranks=self.num_ranks,
         )
 
