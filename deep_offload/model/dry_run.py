@@ -112,7 +112,6 @@ def host_share_bytes(profile: HardwareProfile, ranks: int) -> int:
     return profile.host_memory_bytes // ranks
 
 
-@lru_cache(maxsize=16)  # a report, its costs and its table of strategies ask for the same one
 def forecast(
     run: RunShape, config: OffloadConfig, profile: HardwareProfile, local_ranks: int | None = None
 ) -> Forecast:
@@ -123,7 +122,12 @@ def forecast(
     problem = weights_problem(run, profile)
     if problem is not None:
         raise ValueError(problem)
-    compute, ranks = compute_seconds(run, profile), ranks_per_host(run.parallel.world_size, profile, local_ranks)
+    return _forecast(run, config, profile, ranks_per_host(run.parallel.world_size, profile, local_ranks))
+
+
+@lru_cache(maxsize=16)  # a report, its costs and its table of strategies ask for the same one
+def _forecast(run: RunShape, config: OffloadConfig, profile: HardwareProfile, ranks: int) -> Forecast:
+    compute = compute_seconds(run, profile)
     stages = tuple(_stage(run, config, profile, ranks, compute, rank) for rank in range(run.parallel.pipeline))
     problems = (*_gpu_problems(stages, profile), *_host_problems(stages, host_share_bytes(profile, ranks)))
     return Forecast(run, profile, ranks, compute, stages, problems)

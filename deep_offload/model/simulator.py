@@ -8,7 +8,7 @@ what each lacks. Ranks of one host get max-min fair parts of its memory. Same in
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -59,7 +59,7 @@ class SimHost:
     def __init__(self, profile: HardwareProfile) -> None:
         self.profile = profile
         self.tasks: list[_Task] = []
-        self.lanes: dict[_Key, deque[_Task]] = {}
+        self.lanes: dict[_Key, deque[_Task]] = defaultdict(deque)
         self._both = {
             _CPU: 1.0,
             _H2D: min(1.0, profile.h2d_both_bytes_per_s / profile.h2d_bytes_per_s),
@@ -69,10 +69,10 @@ class SimHost:
 
     def add(self, task: _Task, after: Sequence[int]) -> int:
         """Queue a task on its lane, behind tasks given by their numbers; returns its number."""
-        for other in set(after):
+        for other in after:
             self.tasks[other].followers.append(task)
-            task.waits_for += 1
-        self.lanes.setdefault(task.key, deque()).append(task)
+        task.waits_for = len(after)
+        self.lanes[task.key].append(task)
         self.tasks.append(task)
         return len(self.tasks) - 1
 
@@ -248,7 +248,10 @@ class Simulation:
     @property
     def lane_seconds(self) -> float:
         """What the busiest lane works for the iteration."""
-        return max(sum(span.seconds for span in self.timeline.lane(lane)) for lane in Lane)
+        busy = dict.fromkeys(Lane, 0.0)
+        for span in self.timeline.spans:
+            busy[span.op.lane] += span.end - span.start
+        return max(busy.values())
 
     @property
     def piles_up(self) -> bool:
@@ -325,9 +328,7 @@ def submit_iterations(plan: Plan, backend: SimBackend, num_iterations: int) -> l
     runs: list[PlanRun] = []
     for _ in range(num_iterations):
         run = PlanRun(plan, backend, runs[-1] if runs else None)
-        for op in plan.ops:
-            if op.lane is Lane.MAIN:
-                run.fire(op.kind, op.subgroup)
+        run.fire_all()
         assert run.is_done
         runs.append(run)
     return runs

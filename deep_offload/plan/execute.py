@@ -36,6 +36,11 @@ class PlanRun:
         self._fired.add((kind, subgroup))
         self._advance()
 
+    def fire_all(self) -> None:
+        """As if the training loop had reached every external op in its turn: submit all."""
+        self._fired.update((op.kind, op.subgroup) for op in self.plan.ops if op.lane is Lane.MAIN)
+        self._advance()
+
     @property
     def is_done(self) -> bool:
         return self._next == len(self.plan.ops)

@@ -58,17 +58,20 @@ def groups_of(model: nn.Module) -> list[dict]:
 
 
 def test_the_chosen_slots_are_used(tmp_path):
-    """With nothing resident the number of slots is the model's: eight are allocated, and the bits are those of one."""
+    """With nothing resident the number of slots is the model's: six are allocated, one for each streamed subgroup, and
+    the bits are those of one."""
+    h200 = BUILT_IN_PROFILES["h200"]
+    link = {name: getattr(h200, name) / 2 for name in h200.__dataclass_fields__ if name.startswith(("h2d_", "d2h_"))}
     machine = fingerprint(torch.device("cpu"), 1)
-    rates = replace(BUILT_IN_PROFILES["h200"], op_overhead_seconds=0.0, fingerprint=machine)
+    rates = replace(h200, op_overhead_seconds=0.0, fingerprint=machine, **link)
     (tmp_path / "rates.json").write_text(profile_to_json(rates))
     ends = []
     for slots in ("auto", 1):
-        settings = dict(offload_gpu_share=1.0, offload_num_slots=slots, offload_profile=str(tmp_path / "rates.json"))
+        settings = dict(offload_gpu_share=0.5, offload_num_slots=slots, offload_profile=str(tmp_path / "rates.json"))
         model = make_model()
         optimizer = InterleavedAdamW(model.parameters(), offload=offload(**settings))
-        assert optimizer.engine.plan.num_slots == (8 if slots == "auto" else 1)
-        assert ("8 slots instead of 4 shorten" in optimizer.placement_lines[2]) == (slots == "auto")
+        assert optimizer.engine.plan.num_slots == (6 if slots == "auto" else 1)
+        assert ("6 slots instead of 4 shorten" in optimizer.placement_lines[2]) == (slots == "auto")
         for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step).backward()
