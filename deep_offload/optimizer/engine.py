@@ -138,6 +138,7 @@ class OffloadEngine:
             return
         for i in reversed(range(len(self.layout.subgroups))):
             self.grads_ready(i)
+        self.wait_until_reusable()  # of the update before, if no forward pass asked for all parameters
         scalars = torch.tensor([scalar_row(c) for c in classes], dtype=torch.float32)
         host_tables, device_tables = self._segments.tables(tuple(class_of))
         self._worker.inputs = StepInputs(
@@ -148,7 +149,6 @@ class OffloadEngine:
             grad_scale,
             all(c.decoupled for c in classes),
         )
-        self.wait_until_reusable()  # of the update before, if no forward pass asked for all parameters
         run = self._current()
         run.fire(OpKind.NORM_READY)
         self._closing, self._run = run, None
@@ -225,11 +225,17 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Finish all work, end the threads, release host memory. The engine cannot be used afterwards."""
+        if self._backend.is_closed:
+            return
         try:
             self.synchronize()
         finally:
             self._backend.close()
             self._host.close()
+
+    def is_on_a_lane(self) -> bool:
+        """Whether the caller is one of the lanes' own threads."""
+        return self._backend.is_on_a_lane()
 
     def keep_resident(self, count: int) -> None:
         """From now on the state of the first `count` subgroups stays on the device; no bit of it changes.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +20,7 @@ from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.flat_params import flatten_params, local
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
 from deep_offload.optimizer.small_copies import read
+from deep_offload.optimizer.torch_state import check_loadable, fingerprint
 from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.storage import MASTER
 
@@ -31,11 +34,14 @@ class InterleavedAdamW(torch.optim.Optimizer):
     offload: placement (default: offload everything, the model picks share and slots). max_grad_norm: clip the global
     norm inside the update, without touching `p.grad`; `last_grad_norm` is the norm before clipping. loss_scale:
     gradients are divided by it; needed for fp16 parameters. flush_in_backward: copy gradients to the host while
-    backward goes on; use it where one backward makes a step. A gradient that is not finite skips the step when
-    max_grad_norm or loss_scale is given.
+    backward goes on; use it where one backward makes a step and one process trains, and change no gradient through
+    `.grad.data`, which torch does not record. A gradient that is not finite skips the step when max_grad_norm or
+    loss_scale is given.
 
     Parameters that FSDP2's `fully_shard` has sharded are updated in place, each rank its part, clipped by the norm of
     all parts. Their state dict holds this rank's parts; make the optimizer after `fully_shard`.
+
+    Host memory and threads are released by `close()`, or when nobody holds the optimizer any more.
 
     A parameter written between steps by in-place operations refreshes its master; after writing through `p.data`, which
     torch does not record, call `refresh_masters()`. A parameter whose grad is None is skipped, like in torch.
@@ -75,9 +81,12 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._num_updates = 0
         self._steps = [0] * len(self._params)
         self._flushed_version: dict[int, int] = {}
-        for number, p in enumerate(self._params):
-            p.register_post_accumulate_grad_hook(self._grad_hook(number))
+        self._loaded: dict[int, int] = {}
+        """Fingerprints of the weights that came with a state, until the next step."""
+        self._hooks = [p.register_post_accumulate_grad_hook(_hook_of(self, n)) for n, p in enumerate(self._params)]
         self._remember_versions()
+        self._release = weakref.finalize(self, _release, self._check, self._engine)
+        self._release.atexit = False
         self._is_built = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -91,6 +100,8 @@ class InterleavedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update from the parameters' gradients; returns the closure's loss. Parameters are in place afterwards."""
+        if not self._release.alive:
+            raise RuntimeError("step() was called on an optimizer that is closed: build a new one")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -109,10 +120,11 @@ class InterleavedAdamW(torch.optim.Optimizer):
             self._engine.update(classes, class_of, scale)
             self._check.after(self._num_updates)
             self._engine.wait_until_reusable()
-            self._write_sharded_params()
+            self._write_sharded_params([n for n, p in enumerate(self._params) if p.grad is not None])
         else:
             self._engine.skip_update()
         self._flushed_version.clear()
+        self._loaded.clear()
         self._remember_versions()
         return loss
 
@@ -120,9 +132,11 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._engine.wait_until_reusable()  # write after read: lanes may still read the gradients
         super().zero_grad(set_to_none)
 
+    @torch.no_grad()
     def refresh_masters(self) -> None:
         """Make every master equal to its parameter's present value."""
         self._engine.synchronize()
+        self._take_in_all()
         for i in range(len(self._engine.layout.subgroups)):
             self._engine.refresh_master(i)
         self._remember_versions()
@@ -132,9 +146,10 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._engine.synchronize()
 
     def close(self) -> None:
-        """End the lanes and release host memory; the parameters stay usable."""
-        self._check.close()
-        self._engine.close()
+        """End the lanes and release host memory; the parameters stay usable. Once is enough, twice does no harm."""
+        for hook in self._hooks:
+            hook.remove()
+        self._release()
 
     @property
     def traffic(self) -> dict[str, int]:
@@ -161,19 +176,21 @@ class InterleavedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave, or a `torch.optim.AdamW` state: without `master`, masters follow the
-        parameters."""
-        saved, mine = state_dict["param_groups"], self.param_groups
-        if [len(g["params"]) for g in saved] != [len(g["params"]) for g in mine]:
-            raise ValueError(
-                f"the state has groups of {[len(g['params']) for g in saved]} parameters, this optimizer's hold "
-                f"{[len(g['params']) for g in mine]}: build it over the same parameters"
-            )
+        parameters.
+
+        Before or after the model's own weights, as long as they are those of the state. Raises ValueError, with nothing
+        changed, for the state of another model, of another kind of optimizer, or of another number of ranks.
+        """
+        check_loadable(state_dict, self.param_groups)
         self._engine.synchronize()
-        for group, saved_group in zip(mine, saved, strict=True):
+        self._take_in_all()
+        for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({k: v for k, v in saved_group.items() if k != "params"})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 if p in self._number:
                     self._load_param(self._number[p], state_dict["state"].get(saved_id))
+        self._write_sharded_params(range(len(self._params)))
+        self._loaded = {number: fingerprint(self._home(number)) for number in range(len(self._params))}
         self._remember_versions()
 
     def _param_state(self, number: int) -> dict[str, torch.Tensor]:
@@ -211,20 +228,29 @@ class InterleavedAdamW(torch.optim.Optimizer):
             pieces.append((s.index, low - s.start, low - start, high - low))
         return pieces
 
-    def _grad_hook(self, number: int) -> Callable[[torch.nn.Parameter], None]:
-        view = self._flat.grad_views[number]
+    def _grad_accumulated(self, number: int) -> None:
+        """In backward, when a parameter has its gradient."""
+        p, view = self._params[number], self._flat.grad_views[number]
+        if self._flat.is_sharded[number] or (p.grad is not None and p.grad.is_sparse):
+            return  # FSDP's reduction may still run on another stream, a sparse gradient is refused: both in `step`
+        if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
+            self._engine.wait_until_reusable()  # write after read: lanes may still read the last gradient
+            view.copy_(p.grad)
+            p.grad = view
+        if self._flush_in_backward and not self._is_one_of_several():
+            self._flush(number)
 
-        def hook(p: torch.nn.Parameter) -> None:
-            if self._flat.is_sharded[number]:
-                return  # FSDP's reduction may still run on another stream: `step` collects it
-            if p.grad is not None and p.grad.data_ptr() != view.data_ptr():
-                self._engine.wait_until_reusable()  # write after read: lanes may still read the last gradient
-                view.copy_(p.grad)
-                p.grad = view
-            if self._flush_in_backward:
-                self._flush(number)
-
-        return hook
+    def _is_one_of_several(self) -> bool:
+        """Whether other ranks will change the gradients behind backward, which torch need not record: says so once."""
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return False
+        self._flush_in_backward = False
+        warnings.warn(
+            f"flush_in_backward is off: gradients of {dist.get_world_size()} ranks are reduced after they are "
+            "accumulated, and what was flushed before would miss it",
+            stacklevel=2,
+        )
+        return True
 
     def _flush(self, number: int) -> None:
         """Start the flush of subgroups whose parameters all have their gradients."""
@@ -244,6 +270,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
     def _collect_grads(self) -> None:
         """Bring gradients that the user replaced or edited into the flat buffer, and drop flushes that missed an
         edit."""
+        self._refuse_unfrozen()
         for number, p in enumerate(self._params):
             view = self._flat.grad_views[number]
             if p.grad is None:
@@ -295,7 +322,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
             ]
         )
         grads = [s.grad for s in self._flat.shards]
-        return sum_of_squares(grads, runs, grads[0].device)
+        return sum_of_squares(grads, runs, self._engine.device)
 
     def _classes(self) -> tuple[list[AdamClass], list[int]]:
         classes: dict[AdamClass, int] = {}
@@ -317,20 +344,38 @@ class InterleavedAdamW(torch.optim.Optimizer):
                 class_of[number] = classes.setdefault(adam, len(classes))
         return list(classes), class_of
 
+    def _refuse_unfrozen(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p not in self._number and p.grad is not None:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(p.shape)} has a gradient, but it was frozen when the optimizer "
+                        "was built and has no state: build a new optimizer after unfreezing"
+                    )
+
     def _follow_written_params(self) -> None:
         for number, p in enumerate(self._params):
-            home, here = self._home(number), local(p)
-            if self._flat.is_sharded[number]:
-                if here._version == self._versions[number]:
-                    continue
-                home.copy_(here)
-            elif p.data_ptr() != home.data_ptr():  # `p.data = other`: take its value in and come home
-                home.copy_(p)
-                p.data = home
-            elif p._version == self._versions[number]:
+            is_moved = not self._flat.is_sharded[number] and p.data_ptr() != self._home(number).data_ptr()
+            if not is_moved and local(p)._version == self._versions[number]:
                 continue
+            self._take_in(number)
+            if self._loaded.get(number) == fingerprint(self._home(number)):
+                continue  # the model's weights were loaded behind the optimizer's state: their masters are more exact
             for i, offset, _start, count in self._pieces(number):
                 self._engine.refresh_master(i, offset, offset + count)
+
+    def _take_in(self, number: int) -> None:
+        """Bring a parameter's value to its place in the flat buffer."""
+        p, home = self._params[number], self._home(number)
+        if self._flat.is_sharded[number]:
+            home.copy_(local(p))
+        elif p.data_ptr() != home.data_ptr():  # `p.data = other`: take its value in and come home
+            home.copy_(p)
+            p.data = home
+
+    def _take_in_all(self) -> None:
+        for number in range(len(self._params)):
+            self._take_in(number)
 
     def _remember_versions(self) -> None:
         self._versions = [local(p)._version for p in self._params]
@@ -341,10 +386,30 @@ class InterleavedAdamW(torch.optim.Optimizer):
         shape = local(self._params[number]).shape
         return self._flat.shards[shard].param[start : start + shape.numel()].view(shape)
 
-    def _write_sharded_params(self) -> None:
-        for number, p in enumerate(self._params):
-            if self._flat.is_sharded[number] and p.grad is not None:
-                local(p).copy_(self._home(number))
+    def _write_sharded_params(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if self._flat.is_sharded[number]:
+                local(self._params[number]).copy_(self._home(number))
+
+
+def _hook_of(optimizer: InterleavedAdamW, number: int) -> Callable[[torch.nn.Parameter], None]:
+    """A hook of a parameter, which does not keep the optimizer."""
+    known = weakref.ref(optimizer)
+
+    def hook(_p: torch.nn.Parameter) -> None:
+        alive = known()
+        if alive is not None:
+            alive._grad_accumulated(number)
+
+    return hook
+
+
+def _release(check: UpdateCheck, engine: OffloadEngine) -> None:
+    if engine.is_on_a_lane():  # the garbage collector may run anywhere: a lane cannot wait for its own end
+        threading.Thread(target=_release, args=(check, engine)).start()
+        return
+    check.close()
+    engine.close()
 
 
 def _check_params(params: list[torch.nn.Parameter], loss_scale: float | None) -> None:

@@ -78,6 +78,7 @@ class HostArena:
         if status == 0:
             self._registered.append(address)
             return True
+        _forget_cuda_error()
         self._unpin()
         warn(
             f"pinning {self.num_bytes / 2**30:.1f} GiB of host memory failed (CUDA error {status}): copies use "
@@ -87,13 +88,20 @@ class HostArena:
 
     def _unpin(self) -> None:
         for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):
+                _forget_cuda_error()
         self._registered.clear()
 
     def close(self) -> None:
         """Unpin and drop the arrays: the memory is free once nobody has a view of it. No copy may be in flight."""
         self._unpin()
         self.arrays.clear()
+
+
+def _forget_cuda_error() -> None:
+    """Take back the error that a failed runtime call leaves behind: the next kernel of any kind would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda").add_(1)
 
 
 class _Progress:

@@ -204,6 +204,7 @@ class LaneBackend:
         self._handlers = dict(handlers)
         self._device = device
         self._failed: tuple[Op, BaseException] | None = None
+        self.is_closed = False
         self._queues: dict[Lane, queue.SimpleQueue] = {lane: queue.SimpleQueue() for lane in WORK_LANES}
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"offload-{lane.value}", daemon=True)
@@ -217,6 +218,7 @@ class LaneBackend:
         self._handlers = dict(handlers)
 
     def submit(self, op: Op, after: Sequence[Completion]) -> Completion:
+        self._check_open()
         completion = Completion(op)
         if op.lane is Lane.MAIN:
             if after:
@@ -242,6 +244,7 @@ class LaneBackend:
 
     def synchronize(self) -> None:
         """Wait until every submitted op is complete; raise what failed."""
+        self._check_open()
         for lane in WORK_LANES:
             idle = threading.Event()
             self._queues[lane].put(idle)
@@ -261,10 +264,19 @@ class LaneBackend:
 
     def close(self) -> None:
         """End the lane threads; ops still queued are finished first."""
+        self.is_closed = True
         for lane in WORK_LANES:
             self._queues[lane].put(None)
         for thread in self._threads:
             thread.join()
+
+    def is_on_a_lane(self) -> bool:
+        """Whether the caller is one of the lanes' threads."""
+        return threading.current_thread() in self._threads
+
+    def _check_open(self) -> None:
+        if self.is_closed:  # nobody would ever do the work
+            raise RuntimeError("the optimizer is closed, its lanes have ended: build a new one")
 
     def _serve(self, lane: Lane) -> None:
         is_inside = False

@@ -12,11 +12,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from oracle import OracleParam, round_weight
 
-from deep_offload.config import OffloadConfig
 from deep_offload.model.hardware import profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.optimizer.torch import InterleavedAdamW
 from deep_offload.runtime.measure import fingerprint
+from tests.optimizer.torch_cases import loss_of, make_model, offload
 
 BETAS = (0.9, 0.95)
 
@@ -25,27 +25,6 @@ BETAS = (0.9, 0.95)
 def profile(tmp_path_factory, monkeypatch):
     """Rates are measured once for all tests here."""
     monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def offload(**settings) -> OffloadConfig:
-    base = dict(offload_gpu_share=0.5, offload_resident_fraction=0.0, offload_subgroup_numel=200, offload_cpu_threads=1)
-    return OffloadConfig(interleaved_offload=True, **{**base, **settings})
-
-
-def make_model(dtype=torch.bfloat16) -> nn.Module:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(24, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 7)).to(dtype)
-
-
-def batch(step: int, dtype=torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(16, 24, generator=generator).to(dtype), torch.randint(0, 7, (16,), generator=generator)
-
-
-def loss_of(model: nn.Module, step: int, scale: float = 1.0) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    x, y = batch(step, dtype)
-    return nn.functional.cross_entropy(model(x).float() * scale, y)
 
 
 def groups_of(model: nn.Module) -> list[dict]:

@@ -14,8 +14,10 @@ from megatron.core.distributed import param_and_grad_buffer
 
 from deep_offload.optimizer import megatron_buffers
 from deep_offload.optimizer.engine import OffloadEngine
+from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.runtime.lanes import HostDevice
 from deep_offload.runtime.worker import SubgroupWorker
+from megatron.training import train_step
 from tests.parallel.parallel_cases import Outcome, run_all
 
 LANES = ("grad_flush", "prefetch", "update_cpu", "update_gpu", "flush", "param_h2d")
@@ -39,6 +41,40 @@ def slow_down(what: str, seconds: float) -> Iterator[None]:
 
     with mock.patch.object(owner, what, late):
         yield
+
+
+def watching_waits(command_lines: list[str], cache: str) -> list[Outcome]:
+    """notes: what the optimizer says of its waits, then for each one that ended an update whether it was in a pass."""
+
+    @contextlib.contextmanager
+    def watch(outcome: Outcome) -> Iterator[None]:
+        run, wait, begin = train_step.run_schedule, OffloadEngine.wait_until_reusable, DeepOffloadOptimizer.begin_step
+        is_inside = [False]
+
+        def run_schedule(*arguments: Any, **options: Any) -> Any:
+            is_inside[0] = True
+            reports = run(*arguments, **options)
+            is_inside[0] = False
+            return reports
+
+        def wait_until_reusable(self: OffloadEngine) -> None:
+            if self._closing is not None:
+                outcome.notes.append(is_inside[0])
+            wait(self)
+
+        def begin_step(self: DeepOffloadOptimizer) -> None:
+            if not outcome.notes:
+                outcome.notes.append(self.waits_in_passes)
+            begin(self)
+
+        with (
+            mock.patch.object(train_step, "run_schedule", run_schedule),
+            mock.patch.object(OffloadEngine, "wait_until_reusable", wait_until_reusable),
+            mock.patch.object(DeepOffloadOptimizer, "begin_step", begin_step),
+        ):
+            yield
+
+    return run_all(command_lines, cache, watch)
 
 
 def without_waiting_for_collectives(command_lines: list[str], cache: str) -> list[Outcome]:

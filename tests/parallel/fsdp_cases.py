@@ -109,6 +109,66 @@ def run(cache: str, dtype_name: str, placements: list[dict]) -> dict:
     return results
 
 
+def own_parts(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Copies of this rank's parts of all weights."""
+    return [p.to_local().detach().clone() for p in model.parameters()]
+
+
+def fill_own_parts(model: torch.nn.Module, parts: Sequence[torch.Tensor]) -> None:
+    """Overwrite this rank's parts of all weights."""
+    with torch.no_grad():
+        for p, part in zip(model.parameters(), parts, strict=True):
+            p.to_local().copy_(part)
+
+
+def loads(cache: str, dtype_name: str) -> dict[str, bool]:
+    """Whether weights that are loaded into sharded parameters stay, by way of loading; see `test_loaded_weights`."""
+    os.environ["DEEP_OFFLOAD_CACHE"] = cache
+    dtype, rank = getattr(torch, dtype_name), dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def build(kind: type, **options: Any) -> tuple[torch.nn.Module, Any]:
+        model = make_model(dtype)
+        fully_shard(model, mesh=mesh)
+        return model, kind(model.parameters(), lr=1e-2, weight_decay=0.0, **options)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number, rank, dtype)).float().square().mean().backward()
+        optimizer.step()
+
+    def fresh() -> tuple[torch.nn.Module, Any]:
+        return build(InterleavedAdamW, offload=settings(offload_resident_fraction=0.0, offload_gpu_share=0.5))
+
+    def holds(model: torch.nn.Module, optimizer: Any, wanted: Sequence[torch.Tensor]) -> bool:
+        """A step that changes nothing leaves the wanted weights, now and after it."""
+        before = all(torch.equal(a, b) for a, b in zip(own_parts(model), wanted, strict=True))
+        optimizer.param_groups[0]["lr"] = 0.0
+        step(model, optimizer, 9)
+        after = all(torch.equal(a, b) for a, b in zip(own_parts(model), wanted, strict=True))
+        optimizer.close()
+        return before and after
+
+    torch_model, torch_optimizer = build(torch.optim.AdamW, foreach=False)
+    step(torch_model, torch_optimizer, 0)
+    model, optimizer = fresh()
+    step(model, optimizer, 0)
+    state, weights = optimizer.state_dict(), own_parts(model)
+    half = [torch.full_like(part, 0.5) for part in weights]
+    found = {}
+    for name in ("torch's state behind weights", "masters refreshed", "own state alone", "own state behind weights"):
+        other, resumed = fresh()
+        if "behind" in name or name == "masters refreshed":
+            fill_own_parts(other, half if name != "own state behind weights" else weights)
+        if name == "masters refreshed":
+            resumed.refresh_masters()
+        else:
+            resumed.load_state_dict(torch_optimizer.state_dict() if name.startswith("torch") else state)
+        found[name] = holds(other, resumed, weights if name.startswith("own") else half)
+    optimizer.close()
+    return found
+
+
 def refused(cache: str) -> str:
     """A mesh of two dimensions is refused in one sentence."""
     os.environ["DEEP_OFFLOAD_CACHE"] = cache

@@ -10,6 +10,7 @@ from tests.parallel.delay_cases import (
     delayed,
     waiting_twice,
     watching_gathers,
+    watching_waits,
     with_copying_gathers,
     without_waiting_for_collectives,
     without_waiting_for_params,
@@ -53,6 +54,17 @@ def test_forward_waits_per_bucket_group(train):
         first = counts[: counts.index(total) + 1]
         assert len(first) == outcome.num_buckets
         assert first == sorted(first) and first[0] < total // 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags", "in_passes"),
+    [("one", "", True), ("dp2", "", False), ("dp2", "--overlap-grad-reduce --overlap-param-gather", True)],
+)
+def test_the_optimizer_says_where_it_waits(train, layout, flags, in_passes):
+    """Inside forward passes, whose timer then counts the wait, or before the first one; the end is outside."""
+    (got,) = train(layout, [f"--bf16 --global-batch-size 4 {PLACE} {flags}"], watching_waits)
+    for outcome in got:
+        assert outcome.notes == [in_passes, in_passes, in_passes, False]
 
 
 def test_one_data_parallel_rank_gathers_nothing(train):

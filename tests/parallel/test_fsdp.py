@@ -28,6 +28,13 @@ def test_sharded_parameters(pools, cache, dtype):
             torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loaded_weights(pools, cache, dtype):
+    """Weights that are loaded beside a state, or that it holds, are there before the next step and behind it."""
+    for found in pools(2).run(fsdp_cases.loads, cache, dtype):
+        assert len(found) == 4 and all(found.values()), found
+
+
 def test_a_mesh_of_two_dimensions_is_refused(pools, cache):
     """One sentence that says what is allowed."""
     for message in pools(2).run(fsdp_cases.refused, cache):

@@ -158,3 +158,30 @@ def test_chunks_cut_between_arrays_only():
     assert sum(length for _, length in chunks) == sum(sizes)
     assert all(start in borders and length >= 1 for start, length in chunks)
     assert all(length >= PIN_CHUNK_BYTES for _, length in chunks[:-1])
+
+
+def test_what_cuda_does_not_pin_stays_pageable(monkeypatch):
+    """The second chunk is refused: the first is given back, its error and the refusal's are taken back, one warning."""
+    refused, forgotten, said = iter([0, 2]), [], []
+    given_back: list[int] = []
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address, num_bytes, flags):
+            return next(refused)
+
+        @staticmethod
+        def cudaHostUnregister(address):
+            given_back.append(address)
+            return 1
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime)
+    monkeypatch.setattr(arena_module, "_forget_cuda_error", lambda: forgotten.append(len(given_back)))
+    monkeypatch.setattr(arena_module, "PIN_CHUNK_BYTES", 4096)
+    specs = [ArraySpec(1024, torch.float32)] * 3
+    arena = HostArena(specs, pin=True, num_threads=1, warn=said.append)
+    assert not arena.is_pinned and len(said) == 1 and "(CUDA error 2)" in said[0]
+    assert len(given_back) == 1 and forgotten == [0, 1]
+    arena.arrays[2].fill_(3.0)
+    assert arena.arrays[2].sum() == 3 * 1024
+    arena.close()
