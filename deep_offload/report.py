@@ -15,6 +15,7 @@ from deep_offload.report_page import PAGE, STYLE
 from deep_offload.report_run import Event, RunData, read_run
 
 _LOSS = "lm loss"
+_PASSES = "forward-backward"
 
 
 def write_report(folder: Path, output: Path) -> Path:
@@ -165,7 +166,10 @@ def _time_charts(run: RunData) -> dict[str, str]:
     if not steps:
         return {}
     xs = [step["iteration"] for step in steps]
-    charts = {"An iteration, in parts": stacked_chart("parts", xs, _parts(steps), "ms")}
+    held = run.placed_at
+    # Runs of before do not say where they waited.
+    is_inside = [held[x].get("waits_in_passes", False) for x in xs]
+    charts = {"An iteration, in parts": stacked_chart("parts", xs, _parts(steps, is_inside), "ms")}
     with_update = [step for step in steps if step.get("update")]
     if with_update:
         at = [step["iteration"] for step in with_update]
@@ -179,7 +183,6 @@ def _time_charts(run: RunData) -> dict[str, str]:
         updates = [step["update"] for step in with_update]
         measured = Line("measured", at, [1e3 * u.get("in_place_seconds", u["seconds"]) for u in updates])
         lines = [measured]
-        held = run.placed_at
         predicted = [(x, 1e3 * held[x]["predicted"]["update_seconds"]) for x in at if held[x].get("predicted")]
         if predicted:
             lines.append(Line("predicted", [x for x, _ in predicted], [y for _, y in predicted], is_predicted=True))
@@ -187,11 +190,19 @@ def _time_charts(run: RunData) -> dict[str, str]:
     return charts
 
 
-def _parts(steps: list[Event]) -> dict[str, list[float]]:
-    """Milliseconds of an iteration that add up to it, from the timers where there were any."""
+def _parts(steps: list[Event], is_inside: list[bool]) -> dict[str, list[float]]:
+    """Milliseconds of an iteration that add up to it, from the timers where there were any.
+
+    is_inside: whether a step waited for the update in its forward passes, whose timer then counts the wait as well.
+    """
     wait = [1e3 * min(step["wait_seconds"], step["seconds"]) for step in steps]
-    names = [name for name in ("forward-backward", "optimizer") if all(name in step["times"] for step in steps)]
+    names = [name for name in (_PASSES, "optimizer") if all(name in step["times"] for step in steps)]
     parts = {name: [1e3 * step["times"][name] for step in steps] for name in names}
+    for i, inside in enumerate(is_inside if _PASSES in parts else []):
+        if inside:
+            # At most the passes: their time is the mean of an interval's iterations, the wait is its last one's.
+            wait[i] = min(wait[i], parts[_PASSES][i])
+            parts[_PASSES][i] -= wait[i]
     parts["waiting for the update"] = wait
     rest = [
         max(0.0, 1e3 * step["seconds"] - sum(values[i] for values in parts.values())) for i, step in enumerate(steps)

@@ -58,7 +58,7 @@ def build_engine(
     num_threads = _num_threads(config, cores, device)
     profile = _profile(config, device, num_threads, ranks, together, log)
     given = layout, config, profile
-    compute = None if run is None else Compute.of(compute_seconds(run, profile))
+    compute = None if run is None else Compute.of(compute_seconds(run, profile, ranks))
     budget = _state_budget(device, estimated_bytes)
     choose = partial(
         choose_with_residents,

@@ -310,12 +310,12 @@ class DeepOffloadOptimizer(MegatronOptimizer):
         self._passes.is_settled = False
 
     def _load_scaler(self, state: dict[str, Any] | None) -> None:
-        if self._scaler is not None and state:
+        """Go on with a dynamic scale. A constant one stays as it is set, and what it saved is no dynamic one's."""
+        if isinstance(self._scaler, DynamicGradScaler) and state and "growth_tracker" in state:
             # Not its own load_state_dict, which calls for a GPU.
             self._scaler._scale = torch.as_tensor(state["scale"], dtype=torch.float32).to(self._device)
-            if "growth_tracker" in state:
-                self._scaler._growth_tracker = int(state["growth_tracker"])
-                self._scaler._hysteresis_tracker = int(state["hysteresis_tracker"])
+            self._scaler._growth_tracker = int(state["growth_tracker"])
+            self._scaler._hysteresis_tracker = int(state["hysteresis_tracker"])
 
     def _by_shard(self, state: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         """Flat state of whole shards, so that a load may cut them into other subgroups."""
@@ -378,6 +378,11 @@ class DeepOffloadOptimizer(MegatronOptimizer):
     def wait_seconds(self) -> float:
         """Seconds that the training loop waited for the last update."""
         return self._engine.wait_seconds
+
+    @property
+    def waits_in_passes(self) -> bool:
+        """Whether `wait_seconds` pass inside forward passes, so that timers of these count them as well."""
+        return self._passes.waits_in_passes
 
     @property
     def expected(self) -> Expectation | None:

@@ -61,13 +61,17 @@ class TrainingPasses:
             before = list(itertools.accumulate(ends, max))
             self._gathers = ForwardGathers(chunks, buffers, lambda count: engine.wait_for_params(before[count]))
 
+    @property
+    def waits_in_passes(self) -> bool:
+        """Whether each module's forward pass waits for its own parameters; else all are waited for before the first."""
+        return self._is_alone or self._gathers is not None
+
     def begin_step(self) -> None:
         """See `DeepOffloadOptimizer.begin_step`."""
         for chunk in self._chunks:
             reset_counts(chunk)
         self._must_zero = True
-        overlaps = self._is_alone or self._gathers is not None
-        if self.is_settled or not overlaps:
+        if self.is_settled or not self.waits_in_passes:
             self.settle()
             self._zero_grads()
         elif self._gathers is not None:

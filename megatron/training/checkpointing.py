@@ -313,7 +313,9 @@ class Checkpoints:
             self._restore_progress(trainer, place, common, lines)
             self._iteration = trainer.state.iteration
             if not trainer.config.lifecycle.skip_train:  # which has no schedule
-                restore_schedule(trainer.scheduler, common.get("opt_param_scheduler"), self._config)
+                saved = common.get("opt_param_scheduler", common.get("lr_scheduler"))  # Megatron's name of before
+                consumed = trainer.state.consumed_train_samples
+                lines += restore_schedule(trainer.scheduler, saved, self._config, consumed)
             if reader is not None and not self._config.no_load_rng:
                 self._restore_rng(reader, lines)
         for line in lines:

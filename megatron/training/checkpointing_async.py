@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from deep_offload.optimizer.host_room import available_host_bytes
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import WrittenFile
 from megatron.training.checkpointing_save import SaveItem, SaveResult, complete, together, write_own
@@ -123,14 +123,3 @@ def _copied(item: SaveItem) -> SaveItem:
 def has_room_for_copy(num_bytes: int, ranks_on_host: int) -> bool:
     """Whether the host can hold a copy of `num_bytes` for each of its ranks and keep a quarter of what is free."""
     return num_bytes * ranks_on_host < 0.75 * available_host_bytes()
-
-
-def available_host_bytes() -> int:
-    """Return what this process's machine or control group has free."""
-    free = psutil.virtual_memory().available
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return int(free)
-    return int(free) if limit == "max" else min(int(free), max(int(limit) - used, 0))

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from deep_offload.optimizer.checkpoint_boxes import Shape, inside, overlap
 from megatron.training.checkpointing_layout import METADATA
-from megatron.training.checkpointing_safety import load_checked, load_index
+from megatron.training.checkpointing_safety import load_checked, load_index, with_path
 
 CONFIG_TEXT = json.dumps(
     {
@@ -279,6 +279,8 @@ class CheckpointReader:
             try:
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
             except Exception as error:  # noqa: BLE001 - a torn file raises nearly anything
+                if view.fault is not None:
+                    raise with_path(view.fault, path) from None
                 raise ValueError(
                     f"{path} is damaged where {key} stands ({type(error).__name__}): load another with --ckpt-step"
                 ) from None
@@ -301,6 +303,8 @@ class _Slice(io.RawIOBase):
 
     def __init__(self, file: Any, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
+        self.fault: OSError | None = None
+        """Why the disk did not give a part: torch takes such an error for something else."""
 
     def readable(self) -> bool:
         return True
@@ -320,13 +324,24 @@ class _Slice(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = max(min(len(view), self._length - self._at), 0)
         self._file.seek(self._start + self._at)
-        got = self._file.readinto(view[:count])
+        try:
+            got = self._file.readinto(view[:count])
+        except OSError as error:
+            self.fault = error
+            raise
         self._at += got
         return got
 
 
 def flat_values(reader: CheckpointReader, key: str, offset: Shape, shape: Shape, fill: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a box, flat, in the file's own type; where the file has none they come from `fill`."""
+    """Return the elements of a box, flat, in the file's own type; beyond the tensor's end they come from `fill`.
+
+    Raises ValueError, one sentence, unless the index names each element up to there once.
+    """
+    end = reader.shape(key)
+    assert end is not None, "shapes are checked before values are read"
+    within = overlap(offset, shape, (0,) * len(shape), end)
+    wanted = 0 if within is None else math.prod(part.stop - part.start for part in within)
     out: torch.Tensor | None = None
     filled = 0
     for where, values in reader.read(key, offset, shape):
@@ -336,6 +351,11 @@ def flat_values(reader: CheckpointReader, key: str, offset: Shape, shape: Shape,
                 out.copy_(fill.view(shape))
         out[where].copy_(values)
         filled += values.numel()
+    if filled != wanted:
+        raise ValueError(
+            f"{reader.folder / METADATA} names {filled} of {wanted} elements of {key} in box {offset}, {shape}: it "
+            "has gaps or boxes that overlap, load another checkpoint with --ckpt-step"
+        )
     return fill.reshape(-1) if out is None else out.reshape(-1)
 
 

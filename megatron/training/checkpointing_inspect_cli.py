@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         if args.command == "inspect":
             return _inspect(open_checkpoint(args.path, args.step), args.norms, (args.tp, args.pp, args.dp))
         return _diff(open_checkpoint(args.first), open_checkpoint(args.second))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"inspect.py: error: {error}", file=sys.stderr)
         return _FOUND
 

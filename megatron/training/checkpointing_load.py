@@ -29,7 +29,7 @@ from deep_offload.optimizer.checkpoint_state import (
 )
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import CheckpointReader, check_shapes, flat_values
-from megatron.training.checkpointing_safety import load_checked, read_checksums, verify_file
+from megatron.training.checkpointing_safety import PATH_ERRORS, load_checked, read_checksums, verify_file
 from megatron.training.checkpointing_save import NUM_FILES, OUR_FORMAT, OUR_KEY, together
 
 
@@ -59,17 +59,37 @@ def find(root: str, step: int | None) -> Found | None:
 def agree(work: Callable[[], Any]) -> Any:
     """Do this rank's part on all ranks and return its result; raises the first error of any of them on all."""
     own: list[Any] = []
-    _, error = together(lambda: own.append(work()))
-    _raise(error)
+    caught: list[Exception] = []
+
+    def attempt() -> None:
+        try:
+            own.append(work())
+        except Exception as error:
+            caught.append(error)
+            raise
+
+    _, error = together(attempt)
+    _raise(error, *caught)
     return own[0]
 
 
-def _raise(error: str | None) -> None:
+def _raise(error: str | None, own: Exception | None = None) -> None:
+    """Raise what `together` reports, `rank N: KIND: TEXT`, as the same exception on all ranks; nothing for None.
+
+    ValueError, one sentence, is for the user: settings, a checkpoint that does not fit, a path. All else is a fault of
+    the run. own: what this rank raised, whose trace is shown with it.
+    """
     if error is None:
         return
-    _, _, text = error.partition(": ")
+    rank, _, text = error.partition(": ")
     kind, _, sentence = text.partition(": ")
-    raise ValueError(sentence if kind == "ValueError" else text)
+    if kind == "ValueError":
+        raise ValueError(sentence) from own
+    if kind in [error.__name__ for error in PATH_ERRORS]:
+        raise ValueError(f"{rank} cannot read the checkpoint ({sentence}): give one that all ranks can read") from own
+    if kind == torch.OutOfMemoryError.__name__:
+        raise torch.OutOfMemoryError(f"{rank}: {sentence}") from own
+    raise RuntimeError(error) from own
 
 
 def verify(folder: Path) -> bool:

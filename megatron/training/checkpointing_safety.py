@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import pickle
 import zipfile
 from enum import Enum, EnumMeta
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 import torch
 from megatron.core.safe_globals import register_safe_globals
@@ -162,6 +163,24 @@ class _IndexUnpickler(pickle.Unpickler):
         raise _refusal(self._name, "builtins", "getattr")
 
 
+# -- why a file cannot be read ----------------------------------------------------------------------------------------
+
+PATH_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""What a path or its rights raise; other errors of the system are faults of a disk or of the network."""
+
+
+def is_fault(error: BaseException | None) -> TypeGuard[OSError]:
+    """Whether reading failed because of a disk or the network, and not because of the path or what the file holds."""
+    if not isinstance(error, OSError) or isinstance(error, PATH_ERRORS):
+        return False
+    return error.errno not in (None, errno.EINVAL)  # a torn file can send its reader to before its beginning
+
+
+def with_path(error: OSError, path: Path) -> OSError:
+    """The same error with the file's name, which one of a read lacks."""
+    return OSError(error.errno, error.strerror, str(path))
+
+
 def _refusal(file: str, module: str, name: str) -> ValueError:
     return ValueError(
         f"{file} names {module}.{name}, which no checkpoint needs and which could run code on this machine: it is not "
@@ -176,6 +195,8 @@ def load_index(path: Path) -> Metadata:
     except ValueError:
         raise
     except Exception as error:  # noqa: BLE001 - a torn pickle raises nearly anything
+        if is_fault(error):
+            raise with_path(error, path) from None
         raise ValueError(f"{path} cannot be read ({_short(error)}): load another checkpoint with --ckpt-step") from None
     if not isinstance(index, Metadata):
         raise ValueError(f"{path} is no index of a torch_dist checkpoint: load another with --ckpt-step")
@@ -206,11 +227,15 @@ def check_pickle(stream: BinaryIO, name: str) -> None:
                     _Checker(io.BytesIO(archive.read(entry)), name).load()
     except ValueError:
         raise
-    except zipfile.BadZipFile:
+    except zipfile.BadZipFile as error:
+        if is_fault(error.__context__):  # zipfile takes a disk that fails for no archive
+            raise with_path(error.__context__, Path(name)) from None
         raise ValueError(
             f"{name} is torn, or was written by torch before 1.6: load another with --ckpt-step, or save it anew"
         ) from None
     except Exception as error:  # noqa: BLE001 - a torn pickle raises nearly anything
+        if is_fault(error):
+            raise with_path(error, Path(name)) from None
         raise ValueError(f"{name} cannot be read ({_short(error)}): load another with --ckpt-step") from None
 
 
@@ -232,7 +257,9 @@ def read_checksums(folder: Path) -> dict[str, str] | None:
         text = (folder / CHECKSUMS).read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError):
+    except (OSError, UnicodeDecodeError) as error:
+        if is_fault(error):
+            raise with_path(error, folder / CHECKSUMS) from None
         raise _bad_sums(folder) from None
     sums = {}
     for line in text.splitlines():
@@ -257,11 +284,13 @@ def file_sha256(path: Path) -> str:
 
 
 def verify_file(folder: Path, name: str, expected: str) -> str | None:
-    """Return one sentence about what is wrong with a file, None if nothing is."""
+    """Return one sentence about what is wrong with a file, None if nothing is. Raises OSError where the disk fails."""
     path = folder / name
     try:
         found = file_sha256(path)
     except OSError as error:
+        if is_fault(error):
+            raise with_path(error, path) from None
         return f"{path} cannot be read ({error.strerror}): load another checkpoint with --ckpt-step"
     if found == expected:
         return None

@@ -25,16 +25,17 @@ _OLD_NAMES |= {"num_iters": "num_steps"}
 
 
 def restore_schedule(
-    scheduler: OptimizerParamScheduler, saved: dict[str, Any] | None, config: CheckpointConfig
-) -> None:
-    """Go on where the checkpoint's schedule stood; collective only in that all ranks do the same.
+    scheduler: OptimizerParamScheduler, saved: dict[str, Any] | None, config: CheckpointConfig, consumed_samples: int
+) -> list[str]:
+    """Go on where the checkpoint's schedule stood; collective only in that all ranks do the same. Returns warnings.
 
+    consumed_samples: of the training so far, where a run stands whose checkpoint has no schedule (saved is None).
     A formula that differs needs --override-opt_param-scheduler (this run's counts) or
     --use-checkpoint-opt_param-scheduler (the checkpoint's counts); else ValueError names the first difference.
     Rates and decay of the next step are set from the formula that counts, in every parameter group.
     """
     if saved is None:
-        return
+        return _go_on_at(scheduler, consumed_samples)
     saved = {_OLD_NAMES.get(name, name): value for name, value in saved.items()}
     names = [name for name in _FLAGS if name in saved and name not in _without_effect(scheduler)]
     if config.use_checkpoint_opt_param_scheduler:
@@ -55,6 +56,19 @@ def restore_schedule(
                 )
     scheduler.num_steps = int(saved.get("num_steps", 0))
     scheduler.step(increment=0)
+    return []
+
+
+def _go_on_at(scheduler: OptimizerParamScheduler, consumed_samples: int) -> list[str]:
+    """Set the schedule, which counts samples, to where a run that goes on must be; returns the warning about it."""
+    if consumed_samples == 0:
+        return []
+    scheduler.num_steps = consumed_samples
+    scheduler.step(increment=0)
+    return [
+        f"WARNING: the checkpoint has no learning rate schedule: the command line's goes on after {consumed_samples} "
+        "samples"
+    ]
 
 
 def _without_effect(scheduler: OptimizerParamScheduler) -> set[str]:

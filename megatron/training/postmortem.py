@@ -26,6 +26,7 @@ from megatron.training.checkpointing_layout import read_tracker
 from megatron.training.checkpointing_save import saved_arguments
 from megatron.training.config import TrainingConfig
 from megatron.training.host_memory import read_host_memory
+from megatron.training.side_files import not_written
 
 if TYPE_CHECKING:
     from megatron.training.trainer import Trainer
@@ -76,11 +77,11 @@ class PostMortem:
         grad_norm: float,
         batch_size: int,
         cause: str | None = None,
-    ) -> Path | None:
+    ) -> str | None:
         """Write once if the step was not finite, unless a dynamic loss scale looks for its value; collective then.
 
         cause: what is known of it (default: that the gradient is not finite). The gradients of the step must still be
-        in DDP's buffers. Returns the directory.
+        in DDP's buffers. Returns on the first rank where the directory is, or why it could not be written.
         """
         precision = self._config.precision
         is_overflow = precision.fp16 and precision.loss_scale is None
@@ -109,7 +110,12 @@ class PostMortem:
             + (f"{found[0][1]} (rank {found[0][0]})" if found else "none: only sums are not finite"),
             f"samples: {bad.first_sample} to {bad.end_sample - 1} of the training order",
         ]
-        return self._write(f"nonfinite_iteration{bad.iteration}", bad.iteration, lines)
+        folder = self._folder(f"nonfinite_iteration{bad.iteration}")
+        try:
+            self._write(folder, bad.iteration, lines)
+        except OSError as error:
+            return not_written(folder, error)
+        return f"see {folder}"
 
     def on_error(self, error: BaseException, iteration: int) -> Path | None:
         """Write what is known when an error ends the run; not collective, never raises."""
@@ -122,10 +128,12 @@ class PostMortem:
         advice = self.advice(error)
         if advice is not None:
             lines.append(f"advice: {advice}")
+        folder = self._folder(f"error_rank{self._rank}")
         try:
-            return self._write(f"error_rank{self._rank}", iteration + 1, lines)
+            self._write(folder, iteration + 1, lines)
         except OSError:
             return None
+        return folder
 
     def advice(self, error: BaseException) -> str | None:
         """Return what to change after an error that settings can prevent, None for others."""
@@ -149,9 +157,11 @@ class PostMortem:
             f"or {model}"
         )
 
-    def _write(self, name: str, iteration: int, lines: list[str]) -> Path:
+    def _folder(self, name: str) -> Path:
         save = self._config.checkpoint.save
-        folder = Path(save or ".") / f"postmortem_{time.strftime('%Y%m%d_%H%M%S')}_{name}"
+        return Path(save or ".") / f"postmortem_{time.strftime('%Y%m%d_%H%M%S')}_{name}"
+
+    def _write(self, folder: Path, iteration: int, lines: list[str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         text = [*lines, *self._memory_lines(), f"replay: {self.replay_command(iteration)}"]
         (folder / "report.txt").write_text("\n".join(text) + "\n")
@@ -159,7 +169,6 @@ class PostMortem:
         (folder / "settings.json").write_text(
             json.dumps(saved_arguments(self._config), indent=1, sort_keys=True) + "\n"
         )
-        return folder
 
     def _memory_lines(self) -> list[str]:
         memory = read_host_memory()

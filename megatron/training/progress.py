@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+from megatron.training.side_files import SideFiles
+
 _SECONDS_BETWEEN = 0.2
 _CLOCK = "%Y-%m-%d %H:%M:%S"
 
@@ -64,7 +66,8 @@ class ProgressLine:
 class ProgressFile:
     """Megatron's `SAVE/progress.txt`: one line when a job starts and one for each checkpoint."""
 
-    def __init__(self, save: str, num_gpus: int, env: Mapping[str, str]) -> None:
+    def __init__(self, save: str, num_gpus: int, env: Mapping[str, str], side_files: SideFiles) -> None:
+        self._side_files = side_files
         self._path = Path(save) / "progress.txt"
         self._num_gpus = num_gpus
         self._job = env.get("SLURM_JOB_ID", "")
@@ -73,20 +76,22 @@ class ProgressFile:
     def started(self, flops: float) -> None:
         """Note that a job starts, with `flops` done by jobs before it."""
         self._start = (time.monotonic(), flops)
-        self._append("Starting job")
+        with self._side_files.writing(self._path):
+            self._append("Starting job")
 
     def saved(self, iteration: int, flops: float, num_tokens: int) -> None:
         """Note a checkpoint: `flops` and `num_tokens` are those of the whole training until then."""
         assert self._start is not None, "a job starts before it saves"
         seconds, done = time.monotonic() - self._start[0], flops - self._start[1]
         here = done / (max(seconds, 1e-9) * self._num_gpus * 1e12)
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        everything = flops / (max(gpu_seconds(text, datetime.now()), 1e-9) * 1e12)
-        self._append(
-            f"Saved checkpoint\tIteration: {iteration}\tJob throughput: {here:.1f} TFLOP/s/GPU\tCumulative throughput: "
-            f"{everything:.1f} TFLOP/s/GPU\tFloating-point operations: {flops:.2e}\tTokens (in billions): "
-            f"{num_tokens / 1e9:.2f}"
-        )
+        with self._side_files.writing(self._path):
+            text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
+            everything = flops / (max(gpu_seconds(text, datetime.now()), 1e-9) * 1e12)
+            self._append(
+                f"Saved checkpoint\tIteration: {iteration}\tJob throughput: {here:.1f} TFLOP/s/GPU\tCumulative "
+                f"throughput: {everything:.1f} TFLOP/s/GPU\tFloating-point operations: {flops:.2e}\tTokens (in "
+                f"billions): {num_tokens / 1e9:.2f}"
+            )
 
     def _append(self, text: str) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,6 +121,6 @@ def gpu_seconds(text: str, now: datetime) -> float:
     return total + span
 
 
-def progress_file(save: str | None, is_wanted: bool, num_gpus: int) -> ProgressFile | None:
+def progress_file(save: str | None, is_wanted: bool, num_gpus: int, side_files: SideFiles) -> ProgressFile | None:
     """Return the file of this run, None without --log-progress and --save."""
-    return ProgressFile(save, num_gpus, os.environ) if save is not None and is_wanted else None
+    return ProgressFile(save, num_gpus, os.environ, side_files) if save is not None and is_wanted else None

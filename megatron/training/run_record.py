@@ -30,6 +30,7 @@ from deep_offload.plan.timeline import Timeline
 from megatron.training.config import TrainingConfig
 from megatron.training.dry_run import run_shape
 from megatron.training.metrics import Interval, LogValues
+from megatron.training.side_files import SideFiles
 from megatron.training.timers import Times
 
 RUN_FILE = "run.jsonl"
@@ -41,8 +42,9 @@ _VARIABLES = ("NCCL_", "OMP_", "CUDA_", "PYTORCH_", "TORCH_", "DEEP_OFFLOAD_", "
 class RunRecord:
     """The files of one run; on ranks that do not write, and without `--run-dir`, every call does nothing."""
 
-    def __init__(self, config: TrainingConfig, is_writer: bool) -> None:
-        """Raises ValueError where the directory cannot be written."""
+    def __init__(self, config: TrainingConfig, is_writer: bool, side_files: SideFiles) -> None:
+        """Raises ValueError where the directory cannot be written; later failures are left to `side_files`."""
+        self._side_files = side_files
         self._folder = Path(config.logging.run_dir) if config.logging.run_dir and is_writer else None
         self._file = None if self._folder is None else _open(self._folder)
         self._started = time.time()
@@ -78,8 +80,9 @@ class RunRecord:
     def _placed(self, optimizer: DeepOffloadOptimizer) -> dict[str, Any]:
         """How state is placed now, its bytes, and what is predicted for it.
 
-        planned_bytes: as state_bytes, what the placement counts; device_total: with weights, gradients, activations
-        and the upcast buffer, the predicted peak of this rank's GPU.
+        waits_in_passes: whether `wait_seconds` of steps are a part of their forward-backward time. planned_bytes: as
+        state_bytes, what the placement counts; device_total: with weights, gradients, activations and the upcast
+        buffer, the predicted peak of this rank's GPU.
         """
         self._placement = optimizer.describe()
         expected, (host, device) = optimizer.expected, optimizer.memory_bytes()
@@ -87,6 +90,7 @@ class RunRecord:
         return {
             "placement": self._placement,
             "predicted": None if expected is None else _prediction(expected),
+            "waits_in_passes": optimizer.waits_in_passes,
             "state_bytes": {"host": host, "device": device},
             "planned_bytes": {
                 "host": planned_host,
@@ -134,7 +138,8 @@ class RunRecord:
         """The last line, and the trace."""
         if self._folder is None or self._file is None:
             return
-        write_trace(optimizer, self._folder / TRACE_FILE)
+        with self._side_files.writing(self._folder / TRACE_FILE):
+            write_trace(optimizer, self._folder / TRACE_FILE)
         seconds = time.time() - self._started
         self._write("end", stop_reason=stop_reason, seconds=seconds, traffic=optimizer.traffic(), memory=_memory())
 
@@ -142,14 +147,16 @@ class RunRecord:
         """Close the file; what was written stays."""
         if self._file is not None:
             warnings.showwarning = self._show_warning
-            self._file.close()
+            with self._side_files.writing(Path(self._file.name)):  # it tries what could not be written once more
+                self._file.close()
             self._file = None
 
     def _write(self, event: str, **values: Any) -> None:
         if self._file is not None:
             line = json.dumps({"event": event, "time": round(time.time(), 3), **values}, default=str, allow_nan=True)
-            self._file.write(line + "\n")
-            self._file.flush()
+            with self._side_files.writing(Path(self._file.name)):
+                self._file.write(line + "\n")
+                self._file.flush()
 
     def _on_warning(self, message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
         self._write("note", text=f"{category.__name__}: {message}")

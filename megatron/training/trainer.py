@@ -30,6 +30,7 @@ from megatron.training.progress import ProgressLine, progress_file
 from megatron.training.rerun import Rerun, Verdict
 from megatron.training.run_record import RunRecord
 from megatron.training.schedule import learning_rates
+from megatron.training.side_files import SideFiles
 from megatron.training.tensorboard import ScalarWriter
 from megatron.training.timers import StepTimers, timer_lines
 from megatron.training.train_step import ForwardStep, MicroBatches, StepResult, train_step
@@ -115,7 +116,8 @@ class Trainer:
         self.rerun = None if mode == "disabled" else Rerun(mode, *checks, saves, self._report)
         self._valid: list[Any] | None = None
         self._writer = ScalarWriter(config, ranks.is_last)
-        self._record = RunRecord(config, ranks.is_last)
+        side_files = SideFiles(self._report)
+        self._record = RunRecord(config, ranks.is_last, side_files)
         if config.logging.run_dir or config.offload.offload_trace:
             optimizer.keep_timelines(config.offload.offload_trace_steps)
         self._stop_watch = StopWatch(config.lifecycle, device)
@@ -125,7 +127,7 @@ class Trainer:
         if checkpointing is not None:
             checkpointing.load(self)
         wanted = config.logging.log_progress and ranks.is_first
-        self._progress = progress_file(config.checkpoint.save, wanted, ranks.world_size)
+        self._progress = progress_file(config.checkpoint.save, wanted, ranks.world_size, side_files)
         self._noted = checkpointing.last_saved if checkpointing is not None else None  # what was loaded is no news
 
     def use(self, data: TrainingData, source: DataSource) -> None:
@@ -192,9 +194,9 @@ class Trainer:
         result = train_step(*parts) if self.rerun is None else self.rerun.step(number, *parts)
         if self._postmortem is not None:
             cause = None if self.verdict is None else self.verdict.cause
-            folder = self._postmortem.after_step(self, result.losses, result.grad_norm, batch_size, cause)
-            if folder is not None:
-                self._say_first(f"WARNING: iteration {number} was not finite: see {folder}")
+            said = self._postmortem.after_step(self, result.losses, result.grad_norm, batch_size, cause)
+            if said is not None:
+                self._say_first(f"WARNING: iteration {number} was not finite: {said}")
         self._profiling.after_step(number)
         self._empty_cache(1)
         return result

@@ -33,6 +33,7 @@ from megatron.training.outputs import check_outputs
 from megatron.training.postmortem import PostMortem
 from megatron.training.run_record import write_trace
 from megatron.training.schedule import build_scheduler
+from megatron.training.side_files import SideFiles
 from megatron.training.tokenizer import Tokenizer
 from megatron.training.train_step import connect
 from megatron.training.trainer import Checkpointing, Trainer
@@ -248,7 +249,9 @@ def _write_trace(optimizer: DeepOffloadOptimizer, path: str | None, report: Call
     """Write the last steps' lanes where --offload-trace says; a collective-free copy of rank 0's."""
     if path is None or dist.get_rank() != 0:
         return
-    steps = write_trace(optimizer, Path(path))
+    steps = []
+    with SideFiles(report).writing(Path(path)):
+        steps = write_trace(optimizer, Path(path))
     if not steps:
         return
     what, update = ("the last step's lanes", "update")

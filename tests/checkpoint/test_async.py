@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from deep_offload.optimizer.host_room import available_host_bytes
+from deep_offload.runtime.limits import read_host_limits
+from megatron.training.checkpointing_async import has_room_for_copy
 from megatron.training.checkpointing_inspect import Checkpoint
 from tests.checkpoint.cases import MODEL, OFFLOAD, VOCAB, Run, words
 
@@ -68,6 +73,33 @@ def test_a_slow_writer_writes_the_state_of_its_iteration(pool, expected, tmp_pat
         assert Checkpoint(tmp_path / f"iter_{iteration:07d}").digest() == value
     assert sum("beside training" in line and "stood still for" in line for line in lines) == 3
     assert sum("saved checkpoint of iteration" in line for line in lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/job/step\n", {"job/memory.max": 3 << 20, "job/memory.current": 1 << 20, "job/step/memory.max": "max"}, 2),
+        (
+            "4:memory:/job\n",
+            {"memory/job/memory.limit_in_bytes": 3 << 20, "memory/job/memory.usage_in_bytes": 2 << 20},
+            1,
+        ),
+        ("0::/\n", {"memory.max": "max", "memory.current": 1 << 20}, None),
+        ("0::/\n", {"memory.max": 1 << 50, "memory.current": 0}, None),
+    ],
+    ids=["nested", "version 1", "no limit", "more than there is"],
+)
+def test_a_copy_fits_into_what_every_limit_leaves(tmp_path, monkeypatch, membership, files, expected):
+    """The group of a SLURM step or of systemd-run counts, of either version; without a limit what the machine has."""
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(text))
+    (tmp_path / "self").write_text(membership)
+    monkeypatch.setattr(read_host_limits, "__defaults__", (tmp_path / "cgroup", tmp_path / "self"))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 40))
+    assert available_host_bytes() == (1 << 40 if expected is None else expected << 20)
+    assert has_room_for_copy(1 << 20, 1) == (expected != 1)
 
 
 def test_without_the_wait_later_steps_reach_the_file(pool, expected, tmp_path):

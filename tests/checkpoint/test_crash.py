@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import math
 import os
 import re
 import shutil
@@ -18,6 +21,8 @@ import torch.distributed as dist
 from megatron.training import checkpointing_format
 from megatron.training import checkpointing_layout as layout
 from megatron.training import checkpointing_load as load
+from megatron.training import checkpointing_safety as safety
+from megatron.training.exit_codes import FAULT, USAGE, code_of
 from tests.checkpoint import save_cases as cases
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -134,6 +139,112 @@ def test_without_checksums_a_cut_file_is_refused(pool, tmp_path):
     path = folder / "__1_0.distcp"
     path.write_bytes(path.read_bytes()[:-100])
     assert re.search(r"__1_0.distcp has \d+ bytes and needs \d+", str(pool.run(_verify, str(folder), ranks=2)[0]))
+
+
+def _agree(error: Exception | None, path: str | None) -> tuple[type, str, int]:
+    """What a rank learns where the second one raises, or cannot read `path`: the exception, its text, the exit code."""
+
+    def work() -> None:
+        if dist.get_rank() == 1:
+            if error is not None:
+                raise error
+            safety.verify_file(Path(str(path)).parent, Path(str(path)).name, "0" * 64)
+
+    try:
+        load.agree(work)
+    except Exception as caught:
+        return type(caught), str(caught), code_of(caught)
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text", "code"),
+    [
+        (ValueError("--load names x: name y"), ValueError, "--load names x: name y", USAGE),
+        (
+            PermissionError(13, "Permission denied", "/x"),
+            ValueError,
+            "rank 1 cannot read the checkpoint ([Errno 13] Permission denied: '/x'): give one that all ranks can read",
+            USAGE,
+        ),
+        (OSError(5, "Input/output error", "/x"), RuntimeError, "rank 1: OSError: [Errno 5] Input/output", FAULT),
+        (torch.OutOfMemoryError("CUDA out of memory."), torch.OutOfMemoryError, "rank 1: CUDA out of memory.", FAULT),
+        (RuntimeError("CUDA error: an illegal"), RuntimeError, "rank 1: RuntimeError: CUDA error: an illegal", FAULT),
+        (KeyError("optimizer"), RuntimeError, "rank 1: KeyError: 'optimizer'", FAULT),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_a_fault_while_loading_is_no_wrong_usage(pool, error, kind, text, code):
+    """All ranks raise the same kind: ValueError is the user's, memory that ran out stays what it is."""
+    first, second = pool.run(_agree, error, None, ranks=2)
+    assert first == second and first[0] is kind and first[2] == code
+    assert first[1].startswith(text)
+
+
+def test_a_disk_that_fails_is_a_fault(pool, tmp_path):
+    """Reading this file is a real input/output error: no damage of the checkpoint, and it has the file's name."""
+    path = tmp_path / "__0_0.distcp"
+    path.symlink_to("/proc/self/mem")
+    kind, text, code = pool.run(_agree, None, str(path), ranks=2)[0]
+    assert (kind, code) == (RuntimeError, FAULT)
+    assert text == f"rank 1: OSError: [Errno 5] Input/output error: '{path}'"
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", layout.CHECKSUMS])
+def test_every_reader_tells_a_failing_disk_from_damage(tmp_path, name):
+    """Tensors, index and checksums; a file that is not there is still one sentence."""
+    _two_halves(tmp_path, [0, 1])
+
+    def read() -> None:
+        reader = checkpointing_format.CheckpointReader(tmp_path)
+        list(reader.read("weight", (0, 0), (4, 2)))
+        safety.read_checksums(tmp_path)
+
+    read()
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=rf"Input/output error: '{tmp_path / name}'"):
+        read()
+    missing = safety.verify_file(tmp_path, "nothing", "0" * 64)
+    assert missing is not None and "nothing cannot be read (No such file or directory)" in missing
+
+
+class _FailingDisk(io.BytesIO):
+    def read(self, size: int | None = -1) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_an_archive_on_a_failing_disk_is_not_torn():
+    """zipfile says of it that it is no archive."""
+    with pytest.raises(OSError, match=r"Input/output error: '/x/common.pt'"):
+        safety.check_pickle(_FailingDisk(b"PK" + bytes(200)), "/x/common.pt")
+
+
+def _two_halves(folder: Path, kept: list[int]) -> None:
+    """A checkpoint of one tensor [4, 2] in two boxes, whose index names those in `kept`."""
+    with checkpointing_format.BoxWriter(folder, "__0_0.distcp") as writer:
+        for row in (0, 2):
+            writer.add_tensor("weight", (4, 2), (row, 0), (2, 2), torch.arange(4.0) + 2 * row + 1)
+        written = writer.finish()
+    written.items[:] = [written.items[number] for number in kept]
+    (folder / layout.METADATA).write_bytes(checkpointing_format.build_index([written]))
+
+
+def test_a_hole_in_an_index_is_no_zero(tmp_path):
+    """Elements that no box has are refused by their tensor's name; those beyond its end come from elsewhere."""
+    _two_halves(tmp_path, [0, 1])
+    reader, fill = checkpointing_format.CheckpointReader(tmp_path), torch.full((10,), -1.0)
+    values = checkpointing_format.flat_values(reader, "weight", (0, 0), (5, 2), fill)
+    assert torch.equal(values, torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 8, -1, -1]))
+    assert torch.equal(checkpointing_format.flat_values(reader, "weight", (4, 0), (5, 2), fill), fill)
+    _two_halves(tmp_path, [0])
+    reader = checkpointing_format.CheckpointReader(tmp_path)
+    values = checkpointing_format.flat_values(reader, "weight", (0, 0), (2, 2), torch.zeros(4))
+    assert torch.equal(values, torch.tensor([1.0, 2, 3, 4]))
+    for offset, shape, named, wanted in (((0, 0), (5, 2), 4, 8), ((1, 0), (2, 1), 1, 2), ((2, 0), (2, 2), 0, 4)):
+        sentence = rf"\.metadata names {named} of {wanted} elements of weight in box .*: it has gaps or boxes"
+        with pytest.raises(ValueError, match=sentence):
+            checkpointing_format.flat_values(reader, "weight", offset, shape, torch.zeros(math.prod(shape)))
 
 
 def _failing_save(root: str) -> str | None:

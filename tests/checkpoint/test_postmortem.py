@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,23 @@ def test_a_gradient_that_is_not_finite_leaves_a_directory(pool, tmp_path, ranks)
     assert f"--load {tmp_path} --ckpt-step 2" in replay and "--exit-interval 3" in replay and "--save" not in replay
     assert "iteration        2/" in (folder / "log.txt").read_text()
     assert '"hidden_size": 32' in (folder / "settings.json").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_directory_that_cannot_be_written_ends_no_run(pool, tmp_path, ranks):
+    """As on a full disk: one line names it and says why, and all later steps are done."""
+    save = tmp_path / "save"
+    save.write_text("a file where the directory should be")
+    argv = words(MODEL, OFFLOAD, f"--save {save} --save-interval 100 --train-iters 5")
+    results = pool.run(_train_with_a_bad_gradient, argv, 3, float("nan"), ranks=ranks)
+    assert all(finite for _, finite in results)
+    (said,) = [line for line in results[0][0] if "iteration 3 was not finite" in line]
+    assert re.fullmatch(
+        rf"WARNING: iteration 3 was not finite: {save}/postmortem_\S+_nonfinite_iteration3 could not be written "
+        r"\(Not a directory\); training goes on without it",
+        said,
+    )
+    assert any("iteration        5/" in line for line in results[-1][0])
 
 
 def test_an_overflow_of_fp16_leaves_nothing(pool, tmp_path):

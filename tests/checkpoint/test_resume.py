@@ -121,6 +121,24 @@ def test_a_checkpoint_loads_for_evaluation_alone(pool, tmp_path):
     assert after["entries"] == before["entries"]
 
 
+@pytest.mark.parametrize(
+    ("saving", "loading", "scale"),
+    [
+        ("--initial-loss-scale 4096", "--loss-scale 128", "128.0"),
+        ("--loss-scale 128", "--initial-loss-scale 4096", "4096.0"),
+        ("--initial-loss-scale 4096", "--initial-loss-scale 512", "4096.0"),
+    ],
+)
+def test_a_given_loss_scale_counts(pool, tmp_path, saving, loading, scale):
+    """--loss-scale is not replaced by the checkpoint's, which would never adjust: an overflow would skip every step."""
+    argv = words(MODEL.replace("--bf16", "--fp16"), OFFLOAD, "--loss-scale-window 1000")
+    save = words(f"--save {tmp_path} --save-interval 100 --exit-interval 2", saving)
+    pool.run(train, [*argv, *save], ranks=1)
+    lines = pool.run(train, [*argv, *words(f"--load {tmp_path} --exit-interval 4", loading)], ranks=1)[0]["lines"]
+    shown = [part for line in lines for part in line.split("|") if "loss scale:" in part]
+    assert [part.split(":")[1].strip() for part in shown] == [scale, scale]
+
+
 def _to_the_end(argv):
     run = Run(argv)
     if run.trainer.state.iteration < run.config.num_iterations:

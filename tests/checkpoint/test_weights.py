@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
@@ -93,6 +95,42 @@ def test_another_schedule_needs_a_word(pool, saved):
     new = pool.run(load, words(MODEL, OFFLOAD, override, f"--load {folder}"), ranks=1)[0]
     fresh = pool.run(train, words(MODEL, OFFLOAD, f"{other} --weight-decay 0.3 --exit-interval 3"), ranks=1)[0]
     assert (new["rates"], new["decays"]) == (fresh["rates"], fresh["decays"])
+
+
+def _without_schedule(folder, name=None):
+    """Change a checkpoint into another program's: no schedule, or one by its name of before, and no checksums."""
+    path = folder / "iter_0000003" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    schedule = common.pop("opt_param_scheduler")
+    torch.save(common if name is None else {**common, name: schedule}, path)
+    (path.parent / "SHA256SUMS").unlink()
+
+
+@pytest.mark.parametrize("flags", ["", "--no-load-optim", "--override-opt_param-scheduler"])
+def test_a_checkpoint_without_a_schedule_goes_on_at_its_samples(pool, saved, tmp_path, flags):
+    """The rate is that of the iteration which the run goes on with, not of the warm-up, and one line says so."""
+    _, before = saved
+    shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    _without_schedule(tmp_path)
+    after = pool.run(load, words(MODEL, OFFLOAD, f"--load {tmp_path}", flags), ranks=1)[0]
+    assert (after["iteration"], after["samples"]) == (3, 12)
+    assert (after["rates"], after["decays"]) == (before["rates"], before["decays"])
+    said = [line for line in after["lines"] if "WARNING" in line]
+    assert len(said) == 1 and "no learning rate schedule: the command line's goes on after 12 samples" in said[0]
+
+
+def test_a_schedule_starts_anew_only_where_the_run_does(pool, saved, tmp_path):
+    """--finetune of a checkpoint without one begins at the warm-up and says nothing; Megatron's old name is known."""
+    fresh = pool.run(load, words(MODEL, OFFLOAD), ranks=1)[0]
+    shutil.copytree(saved[0], tmp_path / "none")
+    _without_schedule(tmp_path / "none")
+    tuned = pool.run(load, words(MODEL, OFFLOAD, f"--load {tmp_path / 'none'} --finetune"), ranks=1)[0]
+    assert tuned["rates"] == fresh["rates"] != saved[1]["rates"]
+    shutil.copytree(saved[0], tmp_path / "old")
+    _without_schedule(tmp_path / "old", "lr_scheduler")
+    old = pool.run(load, words(MODEL, OFFLOAD, f"--load {tmp_path / 'old'}"), ranks=1)[0]
+    assert old["rates"] == saved[1]["rates"]
+    assert not [line for line in tuned["lines"] + old["lines"] if "no learning rate schedule" in line]
 
 
 def test_another_model_is_refused_by_its_first_tensor(pool, saved):

@@ -284,6 +284,32 @@ def test_state_dicts_bring_back_every_bit(precision, place):
     assert len(seen) == 6
 
 
+@pytest.mark.parametrize(
+    ("flags", "saved", "scale", "trackers"),
+    [
+        ("--loss-scale 128", {"scale": 4096.0, "growth_tracker": 1, "hysteresis_tracker": 1}, 128.0, None),
+        ("--loss-scale 128", {"scale": 4096.0}, 128.0, None),
+        ("--initial-loss-scale 1024", {"scale": 4096.0, "growth_tracker": 5, "hysteresis_tracker": 1}, 4096.0, (5, 1)),
+        ("--initial-loss-scale 1024", {"scale": 4096.0}, 1024.0, (0, 2)),
+        ("--initial-loss-scale 1024", {}, 1024.0, (0, 2)),
+        ("--initial-loss-scale 1024", None, 1024.0, (0, 2)),
+    ],
+)
+def test_only_a_dynamic_loss_scale_is_taken_and_only_whole(flags, saved, scale, trackers):
+    """A constant one stays what the command line says, and what a constant one left behind is no dynamic one's."""
+    seen = []
+
+    def before(optimizer):
+        if not seen:
+            optimizer.resume(0, saved if saved is None else {k: torch.tensor(v) for k, v in saved.items()})
+            scaler = optimizer._scaler
+            counts = None if trackers is None else (scaler._growth_tracker, scaler._hysteresis_tracker)
+            seen.append((optimizer.get_loss_scale().item(), counts))
+
+    train(f"--fp16 {flags} --train-iters 1", before_step=before)
+    assert seen == [(scale, trackers)]
+
+
 def _as_loaded(state):
     """A sharded state dict with its tensors in place of their descriptions, as dist_checkpointing returns it."""
     params = {n: {k: entry.data for k, entry in entries.items()} for n, entries in state["param_state"].items()}

@@ -1,8 +1,10 @@
-"""Files that a run is to write at its end and cannot: one sentence when it starts, on all ranks."""
+"""Files that a run is to write and cannot: one sentence when it starts, on all ranks; a line of the log later."""
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron.training.outputs import why_not_writable
+from megatron.training.run_record import RunRecord
+from megatron.training.side_files import SideFiles
 from tests.parallel.parallel_cases import free_ports
-from tests.training.runs import TINY, run
+from tests.training.runs import TINY, digest, log_lines, run, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "--offload-trace {} cannot be written ({}): give a file in a folder that can be written"
@@ -57,6 +61,41 @@ def test_a_record_with_a_folder_for_its_trace(tmp_path):
     (tmp_path / "trace.json").mkdir()
     with pytest.raises(ValueError, match=r"cannot be used \(trace.json: it is a directory\)"):
         run(f"--train-iters 1 --run-dir {tmp_path}")
+
+
+def test_a_disk_that_is_full_later_ends_no_run(tmp_path):
+    """The files open and take nothing: one line for each, every step is done, and the run ends as it should."""
+    (tmp_path / "run").mkdir()
+    paths = [tmp_path / "run" / "run.jsonl", tmp_path / "run" / "trace.json", tmp_path / "trace.json"]
+    for path in paths:
+        path.symlink_to("/dev/full")
+    offload = "--interleaved-offload --offload-resident-fraction 0"
+    output = run(f"--train-iters 3 {offload} --run-dir {tmp_path / 'run'} --offload-trace {paths[-1]}")
+    said = [line for line in output.splitlines() if "could not be written" in line]
+    assert said == [
+        f"WARNING: {path} could not be written (No space left on device); training goes on without it" for path in paths
+    ]
+    assert len(log_lines(output)) == 3 and digest(output)
+    assert "> wrote" not in output
+
+
+def test_a_record_goes_on_when_there_is_room_again(tmp_path):
+    """What a full disk did not take is said once and lost at most; lines before and after it can be read."""
+    said: list[str] = []
+    record = RunRecord(settings(f"--train-iters 1 --run-dir {tmp_path}"), True, SideFiles(said.append))
+    path, (soft, hard) = tmp_path / "run.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        record.evaluation(1, "validation", {"lm loss": 1.0})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, hard))
+        for iteration in (2, 3, 4):
+            record.evaluation(iteration, "validation", {"lm loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    record.evaluation(5, "validation", {"lm loss": 1.0})
+    record.close()
+    found = [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+    assert found[0] == 1 and found[-1] == 5
+    assert said == [f"WARNING: {path} could not be written (File too large); training goes on without it"]
 
 
 @pytest.mark.parametrize("flag", ["--offload-trace", "--run-dir"])
