@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,14 +20,17 @@ from typing import NoReturn
 from deep_offload import cli_plan, cli_request, cli_simulate
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import StateFormat, op_seconds
+from deep_offload.model.hardware import HardwareProfile, profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES, cache_file, planning_profile
 from deep_offload.model.simulator import settled_iteration, simulate
 from deep_offload.model.this_machine import cpu_update_threads
 from deep_offload.plan.check import check_plan
 from deep_offload.plan.draw import draw_lanes, trace_to_json
 from deep_offload.plan.layout import ShardSpec, build_layout
+from deep_offload.plan.ops import Placement
 from deep_offload.plan.placement import place_by_share, place_by_stride
 from deep_offload.plan.planner import build_plan
+from deep_offload.plan.timeline import Timeline
 
 
 class _Parser(argparse.ArgumentParser):
@@ -126,7 +130,8 @@ def _add_offload_flags(parser: argparse.ArgumentParser) -> None:
     add("--offload-stride", type=_auto(int, "none"), default="auto", help=stride)
     resident = "part (0..1) of the subgroups whose state stays on the GPU; auto: all that fits"
     add("--offload-resident-fraction", type=_auto(float), default="auto", help=resident)
-    add("--offload-subgroup-numel", type=_auto(int), default="auto", help="elements of a subgroup; auto: 2**26 at most")
+    numel = "about so many elements in a subgroup; auto: 2**26, fewer in small shards"
+    add("--offload-subgroup-numel", type=_auto(int), default="auto", help=numel)
     add("--offload-num-slots", type=_auto(int), default="auto", help="staging slots on the GPU; auto: 4 or 8")
     add("--offload-grad-wire", default="auto", help="type of gradients on the way to the host: auto, fp32, param")
     add("--offload-split-master", default="auto", help="low halves of bf16 masters alone are moved: auto, on, off")
@@ -168,7 +173,6 @@ def _print(lines: Sequence[str]) -> None:
 def _calibrate(arguments: argparse.Namespace) -> int:
     import torch  # heavy, and this command alone needs it
 
-    from deep_offload.model.hardware import profile_to_json
     from deep_offload.runtime.limits import read_host_limits
     from deep_offload.runtime.measure import fingerprint, profile_for_run
 
@@ -179,13 +183,31 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         threads = cpu_update_threads(read_host_limits().cores, 1, use_gpu)
     elif threads < 1:
         raise ValueError(f"--threads is {threads}, it must be at least 1")
+    if arguments.output is not None:
+        _check_writable("--output", arguments.output)
     profile = profile_for_run(None, device, threads, remeasure=True, log=print)
     text = profile_to_json(profile)
     print(text, end="")
     if arguments.output is not None:
-        arguments.output.write_text(text)
+        _write_file("--output", arguments.output, text)
     print(f"training on this machine finds it in {cache_file(fingerprint(device, threads))}")
     return 0
+
+
+def _check_writable(flag: str, path: Path) -> None:
+    """Raises ValueError for a file that cannot be written, before time goes into what it is to hold."""
+    is_new = not os.path.lexists(path)
+    _write_file(flag, path, "", mode="a")
+    if is_new:
+        path.unlink()
+
+
+def _write_file(flag: str, path: Path, text: str, mode: str = "w") -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written ({error.strerror}): give another file") from error
 
 
 def _add_show_flags(parser: argparse.ArgumentParser) -> None:
@@ -207,19 +229,12 @@ def _add_show_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _show_plan(arguments: argparse.Namespace) -> int:
-    if arguments.subgroups < 1 or arguments.subgroup_numel < 1 or arguments.width < 10:
-        raise ValueError("--subgroups and --subgroup-numel must be at least 1, and --width at least 10")
-    OffloadConfig(offload_gpu_share=arguments.gpu_share, offload_resident_fraction=arguments.resident_fraction)
+    _check_show_flags(arguments)
     profile, note = planning_profile(arguments.profile)
     state = StateFormat(arguments.split_master, "fp32" if arguments.fp32_gradients else "param")
     shard = ShardSpec(arguments.subgroups * arguments.subgroup_numel, 2, 4 if arguments.fp32_gradients else 2)
     layout = build_layout([shard], arguments.subgroup_numel)
-    num = len(layout.subgroups)
-    if arguments.stride is None:
-        placement = place_by_share(num, arguments.gpu_share, arguments.resident_fraction)
-    else:
-        OffloadConfig(offload_stride=arguments.stride)
-        placement = place_by_stride(num, arguments.stride, arguments.resident_fraction)
+    placement = _shown_placement(arguments, len(layout.subgroups))
     plan = build_plan(layout, placement, arguments.slots, op_seconds(layout, state, profile))
     check_plan(plan)
     compute = {"forward_seconds": arguments.forward_ms / 1e3, "backward_seconds": arguments.backward_ms / 1e3}
@@ -228,12 +243,45 @@ def _show_plan(arguments: argparse.Namespace) -> int:
         print(plan)
     print(note)
     print(draw_lanes(played.timeline, arguments.width))
-    seconds = played.timeline.update_seconds
-    rate = layout.numel / seconds / 1e9 if seconds > 0 else 0.0
-    print(
-        f"update {1e3 * seconds:.1f} ms, {rate:.2f} G parameters/s, iteration {1e3 * played.iteration_seconds:.1f} ms"
-    )
+    print("\n".join(_shown_times(played.timeline, layout.numel, played.iteration_seconds, profile)))
     if arguments.trace is not None:
-        arguments.trace.write_text(trace_to_json({"simulated": played.timeline}))
+        _write_file("--trace", arguments.trace, trace_to_json({"simulated": played.timeline}))
         print(f"trace: {arguments.trace}")
     return 0
+
+
+def _check_show_flags(arguments: argparse.Namespace) -> None:
+    if arguments.subgroups < 1 or arguments.subgroup_numel < 1 or arguments.width < 10:
+        raise ValueError("--subgroups and --subgroup-numel must be at least 1, and --width at least 10")
+    for flag, value in (("--gpu-share", arguments.gpu_share), ("--resident-fraction", arguments.resident_fraction)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{flag} is {value}, allowed are numbers from 0 to 1")
+    for flag, value in (("--stride", arguments.stride), ("--slots", arguments.slots)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}, allowed are whole numbers from 1")
+    for flag, value in (("--forward-ms", arguments.forward_ms), ("--backward-ms", arguments.backward_ms)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{flag} is {value}, it must be a finite number, 0 or more")
+
+
+def _shown_placement(arguments: argparse.Namespace, num_subgroups: int) -> Placement:
+    if arguments.stride is None:
+        return place_by_share(num_subgroups, arguments.gpu_share, arguments.resident_fraction)
+    return place_by_stride(num_subgroups, arguments.stride, arguments.resident_fraction)
+
+
+def _shown_times(timeline: Timeline, numel: int, iteration_seconds: float, profile: HardwareProfile) -> list[str]:
+    """Times in the words of the training log; numel: of all parameters."""
+    seconds = timeline.in_place_seconds
+    rate = numel / seconds / 1e9 if seconds > 0 else 0.0
+    lines = [
+        f"update {1e3 * seconds:.1f} ms ({1e3 * timeline.update_seconds:.1f} with the last flush), {rate:.2f} G "
+        f"parameters/s, iteration {1e3 * iteration_seconds:.1f} ms"
+    ]
+    if profile.num_gpus > 1:
+        lines.append(
+            f"one rank alone: with {profile.num_gpus} at work, one for each GPU of {profile.name}, each has "
+            f"{profile.rank_dram_bytes_per_s(profile.num_gpus) / 1e9:.0f} instead of "
+            f"{profile.rank_dram_bytes_per_s(1) / 1e9:.0f} GB/s of host memory"
+        )
+    return lines

@@ -24,6 +24,7 @@ from deep_offload.model.planning import (
     first_fitting,
     fits,
     largest_model,
+    leanest,
     other_cuts,
     save_seconds,
     token_budget,
@@ -42,7 +43,7 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
     if run is None:
         return [nothing_fits()], False
     report = dry_run_report(run, request.config, request.profile)
-    lines = [*_batch_note(run, request), *report.lines]
+    lines = list(report.lines)
     # No table where weights and gradients alone are too much for any strategy.
     if request.show_alternatives and weights_problem(run, request.profile) is None:
         lines += _compared(run, request)
@@ -51,17 +52,6 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
     result = forecast(run, request.config, request.profile)
     lines += costs(result, request.tokens)
     return [*lines, "", *_to_train(result, request)], True
-
-
-def _batch_note(run: RunShape, request: Request) -> list[str]:
-    """Says so where a layout of our choice could not keep the batch that was given."""
-    given, planned = request.run.global_batch_size, run.global_batch_size
-    if not request.is_batch_given or planned == given:
-        return []
-    return [
-        f"planned with --global-batch-size {planned} instead of {given}: only another layout fits, and each of its "
-        "data-parallel ranks keeps its micro-batches"
-    ]
 
 
 def nothing_fits() -> str:
@@ -109,35 +99,35 @@ def layout_of(request: Request) -> RunShape | None:
     """The run as asked, or cut so that it fits where the layout is ours to choose."""
     run, config, profile = request.run, request.config, request.profile
     if request.gpus is None:
-        return fewest_gpus(run, config, profile)
+        return fewest_gpus(run, config, profile, keeps_batch=request.is_batch_given)
     if request.is_cut or request.is_recompute_given or fits(run, config, profile):
         return run
-    return first_fitting(run, request.gpus, config, profile) or run
+    return first_fitting(run, request.gpus, config, profile, keeps_batch=request.is_batch_given) or run
 
 
 def _answer_largest(request: Request) -> tuple[list[str], bool]:
     if request.gpus is None:
         raise ValueError("--largest asks what fits on given GPUs: give --gpus a number")
     is_cut = request.is_cut or request.is_recompute_given
-    run = largest_model(request.run, request.gpus, request.config, request.profile, is_cut=is_cut)
+    given = request.run, request.gpus, request.config, request.profile
+    run = largest_model(*given, is_cut=is_cut, keeps_batch=request.is_batch_given)
     if run is None:
         advice = "drop the parallel sizes and --recompute, or narrow the model" if is_cut else "narrow the model"
         return [f"not even one layer a pipeline rank of this shape fits on {request.gpus} GPUs: {advice}"], False
     head = f"largest model of this width on {request.gpus} GPU(s) of {request.profile.name}: "
     head += f"{run.model.num_layers} layers, {run.model.num_params / 1e9:.2f} B parameters"
-    # With the least host memory: everything streamed.
-    config = request.config
-    if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
-        config = replace(config, offload_gpu_share=1.0)
+    config = leanest(run, request.config, request.profile)
+    assert config is not None
     report, result = dry_run_report(run, config, request.profile), forecast(run, config, request.profile)
     to_train = _to_train(result, replace(request, config=config))
-    return [head, *_batch_note(run, request), *report.lines, *costs(result, request.tokens), "", *to_train], report.fits
+    return [head, *report.lines, *costs(result, request.tokens), "", *to_train], report.fits
 
 
 def _what_would_fit(run: RunShape, request: Request) -> list[str]:
-    other = first_fitting(run, run.parallel.world_size, request.config, request.profile)
+    keeps_batch = request.is_batch_given
+    other = first_fitting(run, run.parallel.world_size, request.config, request.profile, keeps_batch=keeps_batch)
     if other is None:
-        other = fewest_gpus(run, request.config, request.profile)
+        other = fewest_gpus(run, request.config, request.profile, keeps_batch=keeps_batch)
     if other is None:
         return [nothing_fits()]
     p = other.parallel

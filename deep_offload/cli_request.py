@@ -45,6 +45,9 @@ _COUNTS = (
 _MOST_LAYERS = 10_000
 """Every layer is laid out parameter by parameter: more of them would take minutes, and no model has so many."""
 
+_MOST_GPUS = 10_000_000
+"""More than any job has."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -211,8 +214,10 @@ def _grad_bytes(name: str | None, is_bf16: bool) -> int:
 def _gpus(text: str) -> int | None:
     if text == "auto":
         return None
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"--gpus is {text!r}, allowed are auto and whole numbers from 1")
+    # isdigit() alone takes superscripts, which int() refuses, as it does thousands of digits.
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(_MOST_GPUS))
+    if not is_number or not 1 <= int(text) <= _MOST_GPUS:
+        raise ValueError(f"--gpus is {text!r}, allowed are auto and whole numbers from 1 to {_MOST_GPUS}")
     return int(text)
 
 

@@ -127,10 +127,13 @@ def _share_table(result: Forecast, config: OffloadConfig) -> list[str]:
     for share in SHARES:
         changed = replace(config, offload_gpu_share=share, offload_stride="auto")
         try:
-            slowest = forecast(result.run, changed, result.profile).slowest
+            found = forecast(result.run, changed, result.profile)
         except ValueError:
+            found = None
+        if found is None or found.problems:
             rows.append((f"{share:g}", "-", "-", "-", "does not fit"))
             continue
+        slowest = found.slowest
         choice = slowest.choice
         update = f"{milliseconds(choice.predicted_update_seconds)} ms"
         iteration = f"{milliseconds(slowest.iteration_seconds)} ms"
@@ -145,13 +148,14 @@ def assumptions(profile: HardwareProfile, result: Forecast | None, *, is_changed
     else:
         rates = f"rates of {profile.name}: {profile.source}"
         rates += "; estimates, not measurements" if profile.is_estimate else ""
-    dram = profile.rank_dram_bytes_per_s(max(1, profile.num_gpus)) / 1e9
+    ranks = max(1, profile.num_gpus) if result is None else result.ranks_per_host
+    dram = profile.rank_dram_bytes_per_s(ranks) / 1e9
     lines = [
         "assumptions:",
         f"  {rates}",
         f"  link {profile.h2d_bytes_per_s / 1e9:.0f} GB/s up and {profile.d2h_bytes_per_s / 1e9:.0f} down, "
         f"{profile.h2d_both_bytes_per_s / 1e9:.0f} and {profile.d2h_both_bytes_per_s / 1e9:.0f} at once; host memory "
-        f"{dram:.0f} GB/s a rank with all ranks of a host at work",
+        f"{dram:.0f} GB/s a rank with {ranks} rank(s) of a host at work",
         f"  CPU update {profile.cpu_adam_param_params_per_s / 1e9:.2f} G parameters/s a rank alone, "
         f"{profile.cpu_adam_param_busy_params_per_s / 1e9:.2f} beside copies; GPU update "
         f"{profile.gpu_adam_params_per_s / 1e9:.0f}",
@@ -162,7 +166,7 @@ def assumptions(profile: HardwareProfile, result: Forecast | None, *, is_changed
         "  all hosts and ranks are alike; data loading, evaluations, checkpoints and failures cost nothing",
     ]
     if result is not None and result.run.parallel.data > 1:
-        inside = result.run.parallel.world_size <= max(1, profile.num_gpus)
+        inside = result.run.parallel.world_size <= ranks
         rate = profile.collective_bytes_per_s if inside else profile.network_bytes_per_s
         known = f"{rate / 1e9:.0f} GB/s a GPU" if rate else "unknown, so communication counts nothing"
         lines.append(f"  collectives {'inside a host' if inside else 'between hosts'}: {known}")

@@ -7,6 +7,9 @@ from typing import Literal
 
 GRAD_WIRES = ("auto", "fp32", "param")
 
+_MOST_GIB = 1e9
+"""More memory than any machine has, and few enough bytes to count with."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadConfig:
@@ -103,8 +106,8 @@ class OffloadConfig:
             ("--offload-device-budget-gib", self.offload_device_budget_gib),
             ("--offload-host-budget-gib", self.offload_host_budget_gib),
         ):
-            if value is not None and not value > 0:
-                raise ValueError(f"{flag} is {value}, it must be more than 0 GiB")
+            if value is not None and not 0 < value <= _MOST_GIB:  # NaN is neither
+                raise ValueError(f"{flag} is {value}, allowed are numbers of GiB above 0 and up to {_MOST_GIB:.0e}")
 
 
 def _check_fraction(flag: str, value: float | str) -> None:

@@ -13,6 +13,10 @@ GIB = 1 << 30
 _PCIE_3_BYTES_PER_S = 12e9
 """What pinned copies reach over 16 lanes of PCIe 3, the slowest link worth having."""
 
+CPU_STATE_BYTES = {"16-bit": 14, "fp32": 18}
+"""Host bytes of a parameter that the CPU updates: master and moments 12, the gradient 2 or 4; an outgoing weight takes
+the place of a 16-bit gradient, and 2 bytes beside an fp32 one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -37,6 +41,7 @@ class Facts:
     gpu_problem: str = ""
     together: tuple[float, ...] = ()
     all_reduce: float | None = None
+    """Of a reduce-scatter over all GPUs, for each of them; an all-reduce, two of its kind, was timed."""
     nccl_variables: dict[str, str] = field(default_factory=dict)
     cores: int = 1
     cpu_threads: int = 1
@@ -263,11 +268,11 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if facts.available_bytes is None:
         yield Finding("host memory limit", "nothing limits this process: fits cannot be checked", "note")
     else:
-        billions = facts.available_bytes / 16e9
+        short, full = (facts.available_bytes / CPU_STATE_BYTES[name] / 1e9 for name in ("16-bit", "fp32"))
         value = (
-            f"{facts.available_bytes / GIB:.1f} GiB free ({facts.available_source}): state of about {billions:.1f} G "
+            f"{facts.available_bytes / GIB:.1f} GiB free ({facts.available_source}): state of about {short:.1f} G "
+            f"parameters updated by the CPU with 16-bit gradients, {full:.1f} G with fp32 ones"
         )
-        value += "parameters updated by the CPU"
         if facts.gpus and facts.available_bytes < 16 * GIB * len(facts.gpus):
             cost = "model size, because there are less than 16 GiB of host memory a GPU"
             yield Finding(

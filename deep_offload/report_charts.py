@@ -69,7 +69,7 @@ class Line:
     is_predicted: bool = False
 
 
-def line_chart(name: str, lines: Sequence[Line], y_label: str, *, is_log: bool = False, from_zero: bool = False) -> str:
+def line_chart(name: str, lines: Sequence[Line], y_label: str, *, from_zero: bool = False) -> str:
     """SVG of curves over iterations. name: unique in the page."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(4.8, 2.9))
@@ -84,9 +84,7 @@ def line_chart(name: str, lines: Sequence[Line], y_label: str, *, is_log: bool =
         axes.set_xlabel("iteration")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(y_label)
-        if is_log:
-            axes.set_yscale("log")
-        elif from_zero:
+        if from_zero:
             axes.set_ylim(bottom=0)
         if len(lines) > 1:
             _legend(figure)

@@ -10,6 +10,7 @@ from typing import Any
 
 from deep_offload.plan.draw import read_trace
 from deep_offload.plan.timeline import Timeline
+from deep_offload.report_events import is_event
 
 RUN_FILE = "run.jsonl"
 TRACE_FILE = "trace.json"
@@ -21,7 +22,7 @@ Event = dict[str, Any]
 class RunData:
     """The events of a run, and the lanes of its last steps by name (`measured`, `predicted`); empty without a trace.
 
-    num_broken: lines that are no JSON, such as the last one of a run that was killed.
+    num_broken: lines that are no JSON, such as the last one of a run that was killed, or no event that can be shown.
     """
 
     events: tuple[Event, ...]
@@ -80,28 +81,27 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Raises ValueError, one sentence, where the directory holds no run."""
+    """Raises ValueError, one sentence, where the directory holds no run, or a trace that cannot be read."""
     path = folder / RUN_FILE
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}): give the directory that training got as --run-dir"
         ) from error
-    events, num_broken = [], 0
-    for line in lines:
-        try:
-            event = json.loads(line)
-        except json.JSONDecodeError:
-            num_broken += 1
-            continue
-        if not isinstance(event, dict) or "event" not in event:
-            num_broken += 1
-            continue
-        events.append(event)
+    found = [_parsed(line) for line in lines]
+    events = [event for event in found if is_event(event)]
     if not any(event["event"] == "start" for event in events):
         raise ValueError(f"{path} has no start of a run in {len(lines)} lines: it was not written by --run-dir")
-    return RunData(tuple(events), _lanes(folder / TRACE_FILE), num_broken)
+    return RunData(tuple(events), _lanes(folder / TRACE_FILE), len(lines) - len(events))
+
+
+def _parsed(line: bytes) -> object:
+    """The JSON value of a line; None where it is cut off, no text, or nested too deeply."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _lanes(path: Path) -> dict[str, Timeline]:
@@ -109,8 +109,8 @@ def _lanes(path: Path) -> dict[str, Timeline]:
         return {}
     try:
         return read_trace(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error}): remove it to make a report without lanes") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): remove it to make a report without lanes") from error
 
 
 def averaged(values: Sequence[float], most: int = 300) -> list[float]:

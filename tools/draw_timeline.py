@@ -41,8 +41,8 @@ def read_timeline(path: Path) -> Timeline:
     """Return the first timeline of a trace file. Raises ValueError, one sentence, for another kind of file."""
     try:
         timelines = read_trace(json.loads(path.read_text(encoding="utf-8")))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON ({error}): give the file that --offload-trace wrote") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): give the file that --offload-trace wrote") from error
     found = next((timeline for timeline in timelines.values() if timeline.spans), None)
     if found is None:
         raise ValueError(f"{path} holds no operations: give the file that --offload-trace wrote after a step")

@@ -331,7 +331,7 @@ class _Search:
         if offloaded == 0:
             return [0], "nothing is offloaded"
         if not self._slots_fit(state):
-            return [0], "the device budget holds no staging slots, so all is updated on the CPU"
+            return [0], "the GPU memory for state holds no staging slots, so all is updated on the CPU"
         costs = lane_costs(self.layout, state, self.profile, num_ranks=self.num_ranks)
         closed = best_prediction(costs)
         why = f"the closed form says GPU share {closed.gpu_share:.2f}, bound by {closed.binding_lane}"
@@ -463,10 +463,9 @@ def _lane_shares(timeline: Timeline, layout: ShardLayout, state: StateFormat, dr
     """Busy share of each lane in the update phase; of host memory, bytes over its bandwidth."""
     shares = {lane.value: timeline.busy_share(lane) for lane in (Lane.CPU, Lane.GPU, Lane.H2D, Lane.D2H)}
     seconds = timeline.update_seconds
-    norm = timeline.norm_end
-    moved = 0.0
-    for span in timeline.update_spans:  # of an operation that the norm cut in two only what came behind it
-        part = (span.end - max(span.start, norm)) / span.seconds if span.seconds > 0 else 1.0
-        moved += part * dram_bytes(span.op.kind, layout.subgroups[span.op.subgroup], state)
+    moved = sum(
+        part * dram_bytes(span.op.kind, layout.subgroups[span.op.subgroup], state)
+        for span, part in timeline.update_parts
+    )
     shares[DRAM] = moved / dram_rate / seconds if seconds > 0 else 0.0
     return shares

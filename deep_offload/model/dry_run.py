@@ -10,7 +10,14 @@ from deep_offload.config import OffloadConfig
 from deep_offload.model.choose import Choice, Compute
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
-from deep_offload.model.residency import GPU_MEMORY_SHARE, choose_with_residents, state_budget_bytes, working_bytes
+from deep_offload.model.performance import method_stride, round_stride
+from deep_offload.model.residency import (
+    GPU_MEMORY_SHARE,
+    choose_with_residents,
+    is_automatic,
+    state_budget_bytes,
+    working_bytes,
+)
 from deep_offload.model.run import (
     ComputeSeconds,
     ModelBytes,
@@ -97,12 +104,15 @@ class Forecast:
 
 
 def ranks_per_host(world_size: int, profile: HardwareProfile, local_ranks: int | None = None) -> int:
-    """Ranks that share one host: one per GPU; fewer where hosts could not all have as many.
+    """Ranks that share one host: one per GPU, or as many as were started; fewer where hosts could not all have as many.
 
-    local_ranks: started on this host, if known: what counts where the profile has no GPUs.
+    local_ranks: started on this host, if known. 1 says nothing where the profile has GPUs: so many has a dry run that
+    no launcher started.
     """
     if local_ranks is not None and profile.num_gpus == 0:
         return min(world_size, local_ranks)
+    if local_ranks is not None and local_ranks > 1 and world_size % local_ranks == 0:
+        return local_ranks
     num_gpus = max(1, profile.num_gpus)
     return next(count for count in range(min(world_size, num_gpus), 0, -1) if world_size % count == 0)
 
@@ -127,7 +137,7 @@ def forecast(
 
 @lru_cache(maxsize=16)  # a report, its costs and its table of strategies ask for the same one
 def _forecast(run: RunShape, config: OffloadConfig, profile: HardwareProfile, ranks: int) -> Forecast:
-    compute = compute_seconds(run, profile)
+    compute = compute_seconds(run, profile, ranks)
     stages = tuple(_stage(run, config, profile, ranks, compute, rank) for rank in range(run.parallel.pipeline))
     problems = (*_gpu_problems(stages, profile), *_host_problems(stages, host_share_bytes(profile, ranks)))
     return Forecast(run, profile, ranks, compute, stages, problems)
@@ -168,12 +178,15 @@ def _stage(
     model = model_bytes(run, pipeline_rank)
     total = profile.gpu_memory_bytes
     left = state_budget_bytes(total - model.weights - model.gradients, total, working_bytes(model))
+    budget = budget_bytes(config.offload_device_budget_gib)
+    if total and is_automatic(config):  # slots must fit as well, or all is updated on the CPU
+        budget = max(0, usable_gpu_bytes(profile) - model.total)
     choice = choose_with_residents(
         layout,
         config,
         profile,
         left,
-        device_budget_bytes=budget_bytes(config.offload_device_budget_gib),
+        device_budget_bytes=budget,
         spare_device_bytes=left if total else None,
         host_limit_bytes=_host_state_limit(config, host_share_bytes(profile, ranks)),
         can_split=run.is_bf16,
@@ -251,6 +264,8 @@ def dry_run_report(
         return DryRun([*lines, *_known_before(run, profile, ranks), f"does not fit: {error}"], False)
     for stage in result.stages:
         lines += describe_stage(stage, result)
+    if result.is_offloaded:
+        lines.append(_describe_method(profile))
     lines += [_describe_recomputation(run), *_describe_time(result)]
     lines += [f"does not fit: {problem}" for problem in result.problems] or [_verdict(profile)]
     return DryRun(lines, not result.problems)
@@ -344,6 +359,16 @@ def describe_choice(choice: Choice, layout: ShardLayout) -> str:
         f"{'split' if choice.split_master else 'full'} master, "
         f"{choice.num_slots} slots ({choice.why})"
     )
+
+
+def _describe_method(profile: HardwareProfile) -> str:
+    """What the publication would choose, to compare the chosen share and stride with."""
+    stride = method_stride(profile)
+    if stride is None:
+        found = "no stride, the CPU always wins"
+    else:
+        found = f"stride k = {stride:.2f}, rounded up to {round_stride(stride)}"
+    return f"the method's own formula (host memory not counted): {found}"
 
 
 def milliseconds(seconds: float) -> str:

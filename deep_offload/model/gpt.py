@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -62,6 +62,12 @@ class GPTShape:
         """FLOPs of forward and backward, without recomputation: 6 per token and weight, plus causal attention."""
         attention = 6 * self.num_layers * self.num_attention_heads * self.kv_channels * seq_length
         return num_tokens * (6.0 * self.matmul_params + attention)
+
+    def repeated_flops(self, modules: Collection[str], num_tokens: int, seq_length: int) -> float:
+        """FLOPs of computing these parts of every layer once more (core_attn, mlp; others have no matrices)."""
+        mlp = 2.0 * (3 if self.swiglu else 2) * self.hidden_size * self.ffn_hidden_size if "mlp" in modules else 0.0
+        attention = 2.0 * self.num_attention_heads * self.kv_channels * seq_length if "core_attn" in modules else 0.0
+        return num_tokens * self.num_layers * (mlp + attention)
 
 
 def _require_positive(name: str, value: object) -> None:

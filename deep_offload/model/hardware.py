@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
+import reprlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -13,6 +13,9 @@ PROFILE_FORMAT = 2
 cache holds in part."""
 
 _RECALIBRATE = "measure a new one with `python -m deep_offload calibrate`"
+
+_MOST = 1e30
+"""More of anything than a machine has, and far below what arithmetic with floats can take."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,16 +121,20 @@ class HardwareProfile:
             if field.type in ("int", "float"):
                 self._check_number(field.name, value, field.type)
             elif not isinstance(value, bool if field.type == "bool" else str):
-                raise ValueError(f"{field.name} of hardware profile {self.name!r} is {value!r}, expected {field.type}")
+                raise ValueError(
+                    f"{field.name} of hardware profile {reprlib.repr(self.name)} is {reprlib.repr(value)}, expected "
+                    f"{field.type}"
+                )
 
     def _check_number(self, name: str, value: object, kind: str) -> None:
         allowed = int if kind == "int" else (int, float)
-        is_number = isinstance(value, allowed) and not isinstance(value, bool) and math.isfinite(value)
+        is_number = isinstance(value, allowed) and not isinstance(value, bool)
         may_be_zero = name in _MAY_BE_ZERO
-        if not is_number or value < 0 or (value == 0 and not may_be_zero):
+        if not is_number or not 0 <= value <= _MOST or (value == 0 and not may_be_zero):  # NaN is not between
             least = "0 or more" if may_be_zero else "more than 0"
             raise ValueError(
-                f"{name} of hardware profile {self.name!r} is {value!r}, it must be a number, {least}: {_RECALIBRATE}"
+                f"{name} of hardware profile {self.name!r} is {reprlib.repr(value)}, it must be a number, {least} and "
+                f"at most {_MOST:.0e}: {_RECALIBRATE}"
             )
 
     def rank_dram_bytes_per_s(self, num_ranks: int) -> float:
@@ -170,13 +177,14 @@ def profile_from_json(text: str, where: str = "the hardware profile") -> Hardwar
     """The inverse of `profile_to_json`. Raises ValueError, one sentence that begins with `where`."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is no JSON ({error}): {_RECALIBRATE}") from error
+    except (ValueError, RecursionError) as error:  # no JSON, a number with too many digits, or nested too deeply
+        raise ValueError(f"{where} is no JSON that can be read ({error}): {_RECALIBRATE}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} holds a JSON {type(values).__name__} instead of an object: {_RECALIBRATE}")
     version = values.pop("format", None)
     if version != PROFILE_FORMAT:
-        raise ValueError(f"{where} has format {version!r}, this version reads {PROFILE_FORMAT}: {_RECALIBRATE}")
+        given = reprlib.repr(version)
+        raise ValueError(f"{where} has format {given}, this version reads {PROFILE_FORMAT}: {_RECALIBRATE}")
     return HardwareProfile(**_checked_names(values, where))
 
 

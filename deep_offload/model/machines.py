@@ -240,12 +240,12 @@ def load_profile(name_or_path: str) -> HardwareProfile:
     """A built-in profile by its name, or a file. Raises ValueError naming the built-in ones when it is neither."""
     if name_or_path in BUILT_IN_PROFILES:
         return BUILT_IN_PROFILES[name_or_path]
-    path = Path(name_or_path)
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = Path(name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(
-            f"hardware profile {name_or_path!r} cannot be read ({error.strerror}): give a file, or one of "
+            f"hardware profile {name_or_path!r} cannot be read ({why}): give a file, or one of "
             f"{', '.join(BUILT_IN_PROFILES)}"
         ) from error
     return profile_from_json(text, f"hardware profile {name_or_path}")
@@ -267,12 +267,14 @@ def cache_file(fingerprint: str) -> Path:
 def cached_profiles() -> list[tuple[Path, HardwareProfile]]:
     """All readable profiles of the cache with their files, the newest first."""
     found = []
-    for path in sorted(cache_directory().glob("profile-*.json"), key=lambda path: path.stat().st_mtime, reverse=True):
+    for path in cache_directory().glob("profile-*.json"):
         try:
-            found.append((path, profile_from_json(path.read_text(), str(path))))
-        except (OSError, ValueError):  # of an older version, or gone: training measures again
+            profile = profile_from_json(path.read_text(encoding="utf-8"), str(path))
+            found.append((path.stat().st_mtime, path, profile))
+        except (OSError, ValueError):  # of an older version, no text, or gone: training measures again
             continue
-    return found
+    found.sort(key=lambda one: one[0], reverse=True)
+    return [(path, profile) for _, path, profile in found]
 
 
 def planning_profile(name_or_path: str | None) -> tuple[HardwareProfile, str]:

@@ -93,10 +93,6 @@ class Prediction:
     binding_lane: str
     lane_shares: Mapping[str, float]
 
-    def update_seconds(self, numel: int) -> float:
-        """Seconds of an update of `numel` offloaded parameters."""
-        return numel / self.params_per_s
-
 
 def predict(costs: LaneCosts, gpu_share: float) -> Prediction:
     """Rate and binding lane at a given share."""
@@ -123,19 +119,24 @@ def _candidate_shares(costs: LaneCosts) -> list[float]:
 
 
 def work_seconds(
-    ops: Iterable[Op], layout: ShardLayout, state: StateFormat, profile: HardwareProfile, *, num_ranks: int = 1
+    work: Iterable[tuple[Op, float]],
+    layout: ShardLayout,
+    state: StateFormat,
+    profile: HardwareProfile,
+    *,
+    num_ranks: int = 1,
 ) -> dict[str, float]:
     """Seconds that operations keep each lane busy at the rates it has alone, and host memory at its bandwidth.
 
-    Nothing does the work of these operations in less than the largest of them.
+    work: operations with the part of each that counts (0..1). Nothing does it in less than the largest of the seconds.
     """
     seconds = {DRAM: 0.0, **{lane.value: 0.0 for lane in Lane if lane is not Lane.MAIN}}
     dram = profile.rank_dram_bytes_per_s(num_ranks)
-    for op in ops:
+    for op, part in work:
         if op.lane is not Lane.MAIN:
             cost = op_cost(op.kind, layout.subgroups[op.subgroup], state, profile)
-            seconds[op.lane.value] += cost.seconds
-            seconds[DRAM] += cost.dram_bytes / dram
+            seconds[op.lane.value] += part * cost.seconds
+            seconds[DRAM] += part * cost.dram_bytes / dram
     return seconds
 
 
@@ -146,7 +147,8 @@ def share_of_bound(
 
     1.0: the lane worked through the update phase at its full rate. Above 1 the machine beat its profile.
     """
-    work = work_seconds((span.op for span in timeline.update_spans), layout, state, profile, num_ranks=num_ranks)
+    parts = ((span.op, part) for span, part in timeline.update_parts)
+    work = work_seconds(parts, layout, state, profile, num_ranks=num_ranks)
     lane = max(work, key=lambda name: work[name])
     seconds = timeline.update_seconds
     return (work[lane] / seconds if seconds > 0 else 0.0), lane

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deep_offload.config import OffloadConfig
+from deep_offload.model.choose import is_share_free
 from deep_offload.model.dry_run import Forecast, forecast, ranks_per_host, usable_gpu_bytes, weights_problem
-from deep_offload.model.gpt import GPTShape, ParallelShape
+from deep_offload.model.gpt import GPTShape
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.run import RecomputeShape, RunShape, model_bytes
 
@@ -101,10 +103,11 @@ def faster_cut(result: Forecast, cuts: Sequence[Alternative]) -> Alternative | N
     return best
 
 
-def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile) -> Iterator[RunShape]:
+def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile, *, keeps_batch: bool = False) -> Iterator[RunShape]:
     """The run on `num_gpus`, cut in every allowed way: least recomputation and model parallelism first.
 
-    Tensor parallelism stays inside a host; the global batch keeps its micro-batches per data-parallel rank.
+    Tensor parallelism stays inside a host. keeps_batch: the global batch stays, and cuts that it does not divide over
+    are left out; else each data-parallel rank keeps its micro-batches.
     """
     per_host = ranks_per_host(num_gpus, profile)
     shape = run.model
@@ -123,47 +126,79 @@ def layouts(run: RunShape, num_gpus: int, profile: HardwareProfile) -> Iterator[
             parallel.check(shape)
         except ValueError:
             continue
+        batch = run.global_batch_size if keeps_batch else run.num_micro_batches * run.micro_batch_size * parallel.data
+        if batch % (run.micro_batch_size * parallel.data):
+            continue
         for recompute in recomputes:
-            batch = run.num_micro_batches * run.micro_batch_size * parallel.data
             yield replace(run, parallel=parallel, recompute=recompute, global_batch_size=batch)
 
 
-def first_fitting(run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile) -> RunShape | None:
-    """The first layout of the run on `num_gpus` that fits GPU and host memory, or None."""
-    return next((cut for cut in layouts(run, num_gpus, profile) if fits(cut, config, profile)), None)
+def first_fitting(
+    run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile, *, keeps_batch: bool = False
+) -> RunShape | None:
+    """The first of the run's `layouts` on `num_gpus` that fits GPU and host memory, or None."""
+    cuts = layouts(run, num_gpus, profile, keeps_batch=keeps_batch)
+    return next((cut for cut in cuts if fits(cut, config, profile)), None)
 
 
 def fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
-    """Whether the run fits with its settings; where the share is free, with everything streamed (least host bytes)."""
+    """Whether the run fits with its settings, and where the share is free with any."""
+    return leanest(run, config, profile) is not None
+
+
+def leanest(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> OffloadConfig | None:
+    """The settings with which the run fits, or None.
+
+    Where the share is free, either everything is streamed, which takes least of the host, or nothing, which takes no
+    slots on the GPU: if neither fits, no share does.
+    """
     if weights_problem(run, profile) is not None:
-        return False  # first of all: it costs nothing, whatever the number of layers
+        return None  # first of all: it costs nothing, whatever the number of layers
     usable = usable_gpu_bytes(profile)
     if profile.gpu_memory_bytes and any(model_bytes(run, r).total > usable for r in range(run.parallel.pipeline)):
-        return False  # cheap: no placement can help
-    if config.offload_gpu_share == "auto" and config.offload_stride == "auto":
-        config = replace(config, offload_gpu_share=1.0)
+        return None  # cheap: no placement can help
+    shares = (1.0, 0.0) if is_share_free(config) else (config.offload_gpu_share,)
+    tried = (replace(config, offload_gpu_share=share) for share in shares)
+    return next((one for one in tried if _forecast_fits(run, one, profile)), None)
+
+
+def _forecast_fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
     try:
         return not forecast(run, config, profile).problems
     except ValueError:
         return False
 
 
-def fewest_gpus(run: RunShape, config: OffloadConfig, profile: HardwareProfile, most: int = 1024) -> RunShape | None:
+def fewest_gpus(
+    run: RunShape,
+    config: OffloadConfig,
+    profile: HardwareProfile,
+    most: int = 1024,
+    *,
+    keeps_batch: bool = False,
+) -> RunShape | None:
     """The run on the fewest GPUs on which it fits, of 1, 2, 3, 4, 6, 8, 12 and so on, or None up to `most`."""
     powers = [1 << exponent for exponent in range(most.bit_length())]
     for count in sorted({*powers, *(3 * power for power in powers)}):
-        found = first_fitting(run, count, config, profile) if count <= most else None
+        found = first_fitting(run, count, config, profile, keeps_batch=keeps_batch) if count <= most else None
         if found is not None:
             return found
     return None
 
 
 def largest_model(
-    run: RunShape, num_gpus: int, config: OffloadConfig, profile: HardwareProfile, *, is_cut: bool = False
+    run: RunShape,
+    num_gpus: int,
+    config: OffloadConfig,
+    profile: HardwareProfile,
+    *,
+    is_cut: bool = False,
+    keeps_batch: bool = False,
 ) -> RunShape | None:
     """The run's model with as many layers as fit on `num_gpus`, or None if not even one does.
 
-    is_cut: layout and recomputation stay as they are, with as many layers on every pipeline rank.
+    is_cut: layout and recomputation stay as they are, with as many layers on every pipeline rank. keeps_batch: as
+    `layouts` takes it.
     """
     step = run.parallel.pipeline if is_cut else 1
 
@@ -172,7 +207,7 @@ def largest_model(
         wanted = replace(run, model=shape)
         if is_cut:
             return wanted if fits(wanted, config, profile) else None
-        return first_fitting(wanted, num_gpus, config, profile)
+        return first_fitting(wanted, num_gpus, config, profile, keeps_batch=keeps_batch)
 
     best, low, high = None, 0, 8
     while (found := with_layers(high)) is not None and high * step < 4096:
@@ -196,7 +231,7 @@ class Budget:
 def token_budget(result: Forecast, num_tokens: float) -> Budget:
     """Iterations, days and GPU-hours of training on `num_tokens` tokens at the forecast's pace."""
     per_iteration = result.run.global_batch_size * result.run.seq_length
-    iterations = -(-round(num_tokens) // per_iteration)
+    iterations = math.ceil(num_tokens / per_iteration)
     seconds = iterations * result.iteration_seconds
     return Budget(iterations, seconds / 86400, seconds / 3600 * result.run.parallel.world_size)
 
@@ -209,15 +244,3 @@ def save_seconds(result: Forecast) -> float | None:
     run = result.run
     num_hosts = -(-run.parallel.world_size // result.ranks_per_host)
     return run.model.num_params * (run.param_bytes + STATE_BYTES_PER_PARAM) / rate / num_hosts
-
-
-def single_gpu_run(shape: GPTShape, seq_length: int = 2048) -> RunShape:
-    """A bf16 run of this shape on one GPU with 16-bit gradients: the start of a search."""
-    return RunShape(
-        model=shape,
-        parallel=ParallelShape(),
-        seq_length=seq_length,
-        micro_batch_size=1,
-        global_batch_size=1,
-        grad_bytes=2,
-    )

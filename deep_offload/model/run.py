@@ -223,27 +223,37 @@ class ComputeSeconds:
         return passes * (1 + self.bubble) + (self.communication or 0.0)
 
 
-def compute_seconds(run: RunShape, profile: HardwareProfile) -> ComputeSeconds:
-    """Predict a rank's compute from the profile's matrix rate; a full recomputation repeats the forward pass."""
-    tokens = _tokens(run)
-    flops = run.model.training_flops(tokens, run.seq_length) / (run.parallel.tensor * run.parallel.pipeline)
-    forward = flops / 3 / profile.gpu_flops_per_s
+def compute_seconds(run: RunShape, profile: HardwareProfile, ranks_per_host: int | None = None) -> ComputeSeconds:
+    """Predict a rank's compute from the profile's matrix rate; recomputation repeats the forward pass or parts of it.
+
+    ranks_per_host: None for one per GPU.
+    """
+    parallel, tokens = run.parallel, _tokens(run)
+    ranks = parallel.tensor * parallel.pipeline
+    forward = run.model.training_flops(tokens, run.seq_length) / ranks / 3 / profile.gpu_flops_per_s
     backward = 2 * forward
     if run.recompute.granularity == "full":
         share = 1.0
-        if run.recompute.method == "block":
-            share = min(1.0, run.recompute.num_layers * run.parallel.pipeline / run.model.num_layers)
+        if run.recompute.method == "block":  # so many layers of every chunk
+            share = min(1.0, run.recompute.num_layers * parallel.pipeline * parallel.virtual / run.model.num_layers)
         backward += share * forward
-    bubble = (run.parallel.pipeline - 1) / (run.num_micro_batches * run.parallel.virtual)
-    return ComputeSeconds(forward, backward, run.num_micro_batches, bubble, _communication(run, profile, backward))
+    elif run.recompute.granularity == "selective":
+        again = run.model.repeated_flops(run.recompute.modules, tokens, run.seq_length)
+        backward += again / ranks / profile.gpu_flops_per_s
+    bubble = (parallel.pipeline - 1) / (run.num_micro_batches * parallel.virtual)
+    per_host = max(1, profile.num_gpus) if ranks_per_host is None else ranks_per_host
+    communication = _communication(run, profile, backward, is_inside=parallel.world_size <= per_host)
+    return ComputeSeconds(forward, backward, run.num_micro_batches, bubble, communication)
 
 
-def _communication(run: RunShape, profile: HardwareProfile, backward: float) -> float | None:
-    """Seconds of the gradients' reduce-scatter and the parameters' all-gather that the backward pass does not hide."""
+def _communication(run: RunShape, profile: HardwareProfile, backward: float, *, is_inside: bool) -> float | None:
+    """Seconds of the gradients' reduce-scatter and the parameters' all-gather that the backward pass does not hide.
+
+    is_inside: all ranks are on one host.
+    """
     data = run.parallel.data
     if data == 1:
         return 0.0
-    is_inside = run.parallel.world_size <= max(1, profile.num_gpus)
     rate = profile.collective_bytes_per_s if is_inside else profile.network_bytes_per_s
     if rate == 0:
         return None

@@ -77,11 +77,10 @@ class Expectation:
 
     def _memory_share(self, timeline: Timeline) -> float:
         """Bytes of host memory that an update moves, over what its bandwidth allows in that time."""
-        norm, moved = timeline.norm_end, 0.0
-        for span in timeline.update_spans:
-            traffic = dram_bytes(span.op.kind, self.layout.subgroups[span.op.subgroup], self.state)
-            behind_norm = span.end - max(span.start, norm)
-            moved += traffic * behind_norm / span.seconds if span.seconds > 0 else 0.0
+        moved = sum(
+            part * dram_bytes(span.op.kind, self.layout.subgroups[span.op.subgroup], self.state)
+            for span, part in timeline.update_parts
+        )
         return moved / self.profile.rank_dram_bytes_per_s(self.num_ranks) / timeline.update_seconds
 
     def timeline(self, compute: Compute) -> Timeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ LEGEND = (
     "# update, = state (h2d prefetch, d2h flush), - gradients (d2h) and weights (h2d), < backward, > next forward, "
     "numbers are subgroups, % is the busy share of the update"
 )
+_MOST = 1e18
+"""More seconds or bytes than any trace holds."""
 
 
 def draw_lanes(timeline: Timeline, width: int = 100) -> str:
@@ -162,24 +165,43 @@ def read_trace(trace: Mapping[str, Any]) -> dict[str, Timeline]:
     """
     try:
         events: Sequence[Mapping[str, Any]] = trace["traceEvents"]
-        names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+        names = {e["pid"]: _text(e["args"]["name"]) for e in events if e["ph"] == "M" and e["name"] == "process_name"}
         spans: dict[int, list[Span]] = {pid: [] for pid in names}
         phases: dict[int, list[Phase]] = {pid: [] for pid in names}
         for event in events:
             if event["ph"] != "X" or event["cat"] == "wait":
                 continue
-            start, end = event["args"]["seconds"]
             if event["cat"] == "phase":
-                phase = Phase(event["args"]["phase"], event["args"]["micro_batch"], start, end)
-                phases[event["pid"]].append(phase)
+                phases[event["pid"]].append(_read_phase(event["args"]))
             else:
-                found = Span(
-                    parse_op(event["args"]["op"]), start, end, event["args"]["bytes"], event["args"].get("waited", 0.0)
-                )
-                spans[event["pid"]].append(found)
-    except (KeyError, TypeError) as error:
+                spans[event["pid"]].append(_read_span(event["args"]))
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this trace was not written by deep_offload ({error!r} is missing or wrong)") from error
     return {names[pid]: Timeline(tuple(found), tuple(phases[pid])) for pid, found in spans.items()}
+
+
+def _read_phase(args: Mapping[str, Any]) -> Phase:
+    start, end = args["seconds"]
+    return Phase(_text(args["phase"]), _number(args["micro_batch"]), _number(start), _number(end))
+
+
+def _read_span(args: Mapping[str, Any]) -> Span:
+    start, end = args["seconds"]
+    op, num_bytes, waited = parse_op(_text(args["op"])), args["bytes"], args.get("waited", 0.0)
+    return Span(op, _number(start), _number(end), _number(num_bytes), _number(waited))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{reprlib.repr(value)} where text belongs")
+    return value
+
+
+def _number(value: Any) -> Any:
+    """The same number, whole or not, if charts can be drawn with it: no NaN, and nothing near the limits of floats."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
+        raise TypeError(f"{reprlib.repr(value)} where a number belongs")
+    return value
 
 
 def trace_to_json(timelines: Mapping[str, Timeline]) -> str:

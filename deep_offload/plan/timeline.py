@@ -83,6 +83,15 @@ class Timeline:
         return tuple(s for s in self.spans if s.op.lane is not Lane.MAIN and s.end > norm)
 
     @property
+    def update_parts(self) -> tuple[tuple[Span, float], ...]:
+        """`update_spans` and the part of each (0..1) that lies in the update phase: the norm cuts some in two."""
+        norm = self.norm_end
+        return tuple(
+            (span, (span.end - max(span.start, norm)) / span.seconds if span.seconds > 0 else 1.0)
+            for span in self.update_spans
+        )
+
+    @property
     def update_seconds(self) -> float:
         """From the norm to the last update, flush or upload."""
         norm = self.norm_end

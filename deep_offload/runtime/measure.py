@@ -102,10 +102,11 @@ def _given_profile(given: str, machine: str) -> HardwareProfile:
             "leave it out to measure this machine"
         )
     try:
-        text = Path(given).read_text()
-    except OSError as error:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ValueError(
-            f"--offload-profile {given} cannot be read ({error.strerror}): leave it out to measure this machine"
+            f"--offload-profile {given} cannot be read ({why}): leave it out to measure this machine"
         ) from error
     profile = profile_from_json(text, f"--offload-profile {given}")
     if profile.fingerprint != machine:

@@ -114,6 +114,8 @@ def test_the_printed_command_repeats_the_choice(capsys):
 NONSENSE = [
     (("plan", "--model", "7x"), "model '7x' is unknown, known are 7b"),
     (("plan", "--model", "7b", "--gpus", "0"), "--gpus is '0', allowed are auto and whole numbers from 1"),
+    (("plan", "--model", "7b", "--gpus", "²"), "--gpus is '²', allowed are auto and whole numbers from 1"),
+    (("plan", "--model", "7b", "--gpus", "9" * 5000), "', allowed are auto and whole numbers from 1"),
     (("plan", "--model", "7b", "--gpus", "3", "--tensor-model-parallel-size", "2"), "--gpus 3 is not a multiple"),
     (("plan", "--model", "7b", "--gpus", "auto", "--tensor-model-parallel-size", "2"), "--gpus auto chooses"),
     (("plan", "--model", "7b", "--num-layers", "3"), "--model 7b already sets --num-layers"),
@@ -123,6 +125,21 @@ NONSENSE = [
     (("plan", "--model", "7b", "--offload-gpu-share", "much"), "--offload-gpu-share"),
     (("plan", "--model", "7b", "--offload-num-slots", "0"), "--offload-num-slots is 0, allowed are auto and whole"),
     (("plan", "--model", "7b", "--offload-num-slots", "few"), "--offload-num-slots: invalid int or auto value: 'few'"),
+    (
+        ("plan", "--model", "7b", "--offload-device-budget-gib", "inf"),
+        "--offload-device-budget-gib is inf, allowed are",
+    ),
+    (
+        ("plan", "--model", "7b", "--offload-device-budget-gib", "nan"),
+        "--offload-device-budget-gib is nan, allowed are",
+    ),
+    (
+        ("plan", "--model", "7b", "--offload-device-budget-gib", "1e308"),
+        "is 1e+308, allowed are numbers of GiB above 0",
+    ),
+    (("plan", "--model", "7b", "--offload-host-budget-gib", "inf"), "--offload-host-budget-gib is inf, allowed are"),
+    (("plan", "--model", "7b", "--offload-host-budget-gib", "nan"), "--offload-host-budget-gib is nan, allowed are"),
+    (("plan", "--model", "7b", "--offload-host-budget-gib", "-1"), "--offload-host-budget-gib is -1.0, allowed are"),
     (("plan", "--model", "7b", "--profile", "nowhere.json"), "'nowhere.json' cannot be read"),
     (("plan", "--model", "7b", "--tokens", "-5"), "--tokens is -5.0"),
     (("plan", "--model", "7b", "--tokens", "inf"), "--tokens is inf, it must be a finite number"),
@@ -158,14 +175,24 @@ NONSENSE = [
     (("plan", "--model", "7b", "--largest", "--gpus", "auto"), "give --gpus a number"),
     (("calibrate", "--threads", "0"), "--threads is 0"),
     (("show-plan", "--subgroups", "0"), "--subgroups and --subgroup-numel must be at least 1"),
-    (("show-plan", "--stride", "0"), "--offload-stride is 0"),
-    (("show-plan", "--slots", "0"), "0 staging slots"),
+    (("show-plan", "--gpu-share", "2"), "error: --gpu-share is 2.0, allowed are numbers from 0 to 1"),
+    (("show-plan", "--resident-fraction", "nan"), "error: --resident-fraction is nan, allowed are numbers from 0 to 1"),
+    (("show-plan", "--stride", "0"), "error: --stride is 0, allowed are whole numbers from 1"),
+    (("show-plan", "--slots", "-1"), "error: --slots is -1, allowed are whole numbers from 1"),
+    (("show-plan", "--backward-ms", "inf"), "--backward-ms is inf, it must be a finite number, 0 or more"),
+    (("show-plan", "--backward-ms", "nan"), "--backward-ms is nan, it must be a finite number, 0 or more"),
+    (("show-plan", "--backward-ms", "-50"), "--backward-ms is -50.0, it must be a finite number, 0 or more"),
+    (("show-plan", "--forward-ms", "-50"), "--forward-ms is -50.0, it must be a finite number, 0 or more"),
+    (("show-plan", "--forward-ms", "nan"), "--forward-ms is nan, it must be a finite number, 0 or more"),
+    (("show-plan", "--trace", "/nonexistent/x.json"), "--trace /nonexistent/x.json cannot be written (No such file"),
     (("dance",), "dance"),
     ((), "command"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), NONSENSE, ids=[" ".join(words) or "nothing" for words, _ in NONSENSE])
+@pytest.mark.parametrize(
+    ("words", "message"), NONSENSE, ids=[" ".join(words)[:80] or "nothing" for words, _ in NONSENSE]
+)
 def test_nonsense_gets_one_sentence(capsys, words, message):
     """Exit code 2 and a sentence that names the argument and what is allowed, no traceback."""
     if "--profile" not in words and words and words[0] != "calibrate" and words[0] != "dance":
@@ -183,6 +210,29 @@ def test_a_profile_with_a_missing_field(capsys, tmp_path):
     assert code == 2 and "lacks the field d2h_bytes_per_s" in err
 
 
+ODD_FILES = {
+    "more bytes than a float holds": profile_to_json(BUILT_IN_PROFILES["h200"])
+    .replace(f'"gpu_memory_bytes": {139 << 30}', f'"gpu_memory_bytes": 1{"0" * 400}')
+    .encode(),
+    "more digits than are read": b'{"format": ' + b"9" * 5000 + b"}",
+    "nested": b"[" * 100_000,
+    "binary": bytes(range(256)),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_odd_profiles_get_one_sentence(capsys, tmp_path, kind):
+    """Exit code 2 and a line that names the file or the profile; in the cache such a file is passed over."""
+    path = tmp_path / "cache" / "profile-odd.json"
+    path.parent.mkdir()
+    path.write_bytes(ODD_FILES[kind])
+    code, _, err = run(capsys, "plan", "--model", "7b", "--profile", str(path))
+    assert code == 2 and err.count("\n") == 1 and len(err) < 500
+    assert str(path) in err or "gpu_memory_bytes of hardware profile 'h200' is 1000" in err
+    code, out, _ = run(capsys, "plan", "--model", "1b", "--no-alternatives")
+    assert code == 0 and "no machine was measured yet" in out
+
+
 def test_show_plan(capsys, tmp_path):
     """The lanes are drawn, every operation is listed on request, and the trace reads back."""
     trace = tmp_path / "trace.json"
@@ -193,6 +243,49 @@ def test_show_plan(capsys, tmp_path):
     assert sum(span.op.kind is OpKind.FLUSH for span in timeline.spans) == 3
     code, out, _ = run(capsys, "show-plan", "--subgroups", "6", "--stride", "3", "--ops", "--profile", "gh200")
     assert code == 0 and " flush[2]" in out and " flush[1]" not in out
+
+
+def test_show_plan_times_are_those_of_the_log(capsys, tmp_path):
+    """An update lasts until parameters are in place, its rate too; the last flush is named; a rank works alone."""
+    trace = tmp_path / "trace.json"
+    words = ("show-plan", "--gpu-share", "1", "--slots", "8", "--trace", str(trace))
+    code, out, _ = run(capsys, *words, "--profile", "h100x8")
+    timeline = read_trace(json.loads(trace.read_text()))["simulated"]
+    in_place, whole = timeline.in_place_seconds, timeline.update_seconds
+    times = f"update {1e3 * in_place:.1f} ms ({1e3 * whole:.1f} with the last flush), "
+    assert code == 0 and f"{times}{16 * 2**26 / in_place / 1e9:.2f} G parameters/s, iteration " in out
+    assert whole > 1.2 * in_place
+    assert "one rank alone: with 8 at work, one for each GPU of h100x8, each has 60 instead of 120 GB/s" in out
+    assert "one rank alone" not in run(capsys, *words, "--profile", "h200")[1]
+
+
+def test_calibrate_does_not_measure_in_vain(capsys, tmp_path, monkeypatch):
+    """A file that cannot be written ends it at once; one that can is as it was if measuring fails."""
+    measure = pytest.importorskip("deep_offload.runtime.measure")
+
+    def fail(*_unused):
+        raise ValueError("measured")
+
+    monkeypatch.setattr(measure, "measure_profile", fail)
+    words = ("calibrate", "--use-cpu", "--threads", "1", "--output")
+    for path, why in (("/nonexistent/x.json", "No such file or directory"), (str(tmp_path), "Is a directory")):
+        code, _, err = run(capsys, *words, path)
+        assert code == 2 and f"error: --output {path} cannot be written ({why}): give another file" in err
+    kept = tmp_path / "kept.json"
+    kept.write_text("kept")
+    for path in (kept, tmp_path / "new.json"):
+        assert "error: measured" in run(capsys, *words, str(path))[2]
+    assert kept.read_text() == "kept" and not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_full_disk(capsys, monkeypatch):
+    """What fails only when it is written gets one sentence as well."""
+    measure = pytest.importorskip("deep_offload.runtime.measure")
+    monkeypatch.setattr(measure, "measure_profile", lambda *_unused: BUILT_IN_PROFILES["h200"])
+    for words in (("calibrate", "--use-cpu", "--output"), ("show-plan", "--profile", "h200", "--trace")):
+        code, _, err = run(capsys, *words, "/dev/full")
+        assert code == 2 and f"{words[-1]} /dev/full cannot be written (No space left on device)" in err
 
 
 def test_calibrate_writes_what_plan_reads(capsys, tmp_path, monkeypatch):

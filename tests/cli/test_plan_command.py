@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import subprocess
 import sys
@@ -160,14 +161,43 @@ def test_the_deepest_model_as_cut(capsys):
     assert code == 2 and "drop the parallel sizes and --recompute, or narrow the model" in out
 
 
-def test_a_batch_that_the_layout_cannot_keep(capsys):
-    """Where only another layout fits, the plan says which batch it is for; nothing is said where it stays."""
-    words = ["plan", "--model", "13b", "--gpus", "8", "--profile", "v100x8", "--no-alternatives"]
-    assert main([*words, "--global-batch-size", "8"]) == 0
-    assert "planned with --global-batch-size 4 instead of 8: only another layout fits" in capsys.readouterr().out
-    for batch in (["--global-batch-size", "8"], []):
-        assert main(["plan", "--model", "7b", "--gpus", "8", "--profile", "h100x8", "--no-alternatives", *batch]) == 0
-        assert "planned with --global-batch-size" not in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("words", "layout", "data"),
+    [
+        ("--model 70b --gpus 16 --profile h100x8", "ranks: 16 = tensor 4 x pipeline 1 x data 4", 4),
+        ("--model 13b --gpus auto --profile h100x4 --offload-host-budget-gib 40", "tensor 1 x pipeline 1 x data 2", 2),
+    ],
+)
+def test_a_given_batch_is_kept(capsys, words, layout, data):
+    """By any layout that is chosen here; without one each data-parallel rank has one micro-batch."""
+    code, out = plan(capsys, f"{words} --global-batch-size 64 --no-alternatives --tokens 1e9")
+    assert code == 0 and layout in out and "global batch 64" in out and "--global-batch-size 64 " in out
+    assert f"1e+09 tokens: {math.ceil(1e9 / (64 * 2048))} iterations" in out
+    _, out = plan(capsys, f"{words} --no-alternatives")
+    assert f"global batch {data}\n" in out and layout in out
+
+
+def test_a_batch_that_no_layout_divides_over(capsys):
+    """The fewest GPUs are those that the batch divides over as well."""
+    words = "--model 20b --profile h200 --gpus auto --no-alternatives --offload-resident-fraction 0"
+    assert "ranks: 2 = tensor 1 x pipeline 1 x data 2" in plan(capsys, words)[1]
+    code, out = plan(capsys, f"{words} --global-batch-size 3")
+    assert code == 0 and "ranks: 2 = tensor 1 x pipeline 2 x data 1" in out and "global batch 3\n" in out
+
+
+def test_memory_without_room_for_slots(capsys):
+    """All is updated on the CPU where a GPU has no room for slots, and the command says so, since training would not
+    know; such a run is found by every search."""
+    words = "--model 7b --profile h200 --no-alternatives"
+    code, out = plan(capsys, f"{words} --seq-length 26624 --recompute none")
+    assert code == 0 and "0 streamed, 0 resident" in out and "holds no staging slots" in out
+    assert out.rstrip().endswith("--interleaved-offload --offload-gpu-share 0.0")
+    _, out = plan(capsys, f"{words} --seq-length 24576 --recompute none")
+    assert "0 streamed" not in out and "--offload-gpu-share" not in out
+    code, out = plan(capsys, f"{words} --gpus auto --offload-device-budget-gib 0.1")
+    assert code == 0 and "ranks: 1 = " in out and "0 streamed, 0 resident" in out
+    code, out = plan(capsys, f"{words} --largest --offload-device-budget-gib 0.1")
+    assert code == 0 and "0 streamed, 0 resident" in out
 
 
 def test_gpus_that_do_not_fill_hosts(capsys):
@@ -251,3 +281,13 @@ def test_every_flag_is_explained(capsys):
     for name in ("plan", "simulate"):
         command = parser._subparsers._group_actions[0].choices[name]
         assert [action.dest for action in command._actions if not action.help] == []
+
+
+def test_shares_that_do_not_fit_have_no_times(capsys):
+    """In the simulation's table of shares as in the plan's of strategies."""
+    words = "--model 7b --profile h200 --seq-length 26624 --recompute none --offload-resident-fraction 0"
+    assert main(["simulate", *words.split(), "--offload-gpu-share", "0"]) == 0
+    table = capsys.readouterr().out.split("GPU share  slots")[1].splitlines()[1:8]
+    rows = [row.split() for row in table]
+    assert [row[0] for row in rows] == ["0", "0.25", "0.5", "0.625", "0.75", "0.875", "1"]
+    assert rows[0][-1] == "cpu" and all(row[1:] == "- - - does not fit".split() for row in rows[1:])

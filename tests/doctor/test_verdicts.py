@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from deep_offload.doctor_verdicts import GIB, Facts, Gpu, judge
+from deep_offload.doctor_verdicts import CPU_STATE_BYTES, GIB, Facts, Gpu, judge
+from deep_offload.model.cost import StateFormat
+from deep_offload.model.memory import host_state_bytes
+from deep_offload.plan.layout import ShardSpec, build_layout
+from deep_offload.plan.ops import Place
 
 GPU = Gpu("H200", 139 * GIB, 0, 55e9, 55e9, 12e9, 9e9, 46e9, 46e9)
 GOOD = Facts(
@@ -72,6 +76,18 @@ def test_each_fault_is_named_with_its_price_and_cure(name):
     finding = next(f for f in judge(replace(GOOD, **changes)) if f.name == name)
     assert finding.verdict == "cost" and reason in finding.cost and finding.advice
     assert f"will cost you {finding.cost}: {finding.advice}" in str(finding)
+
+
+def test_how_much_state_the_host_holds():
+    """As many bytes a parameter as the arena takes where the CPU updates, with 16-bit and with fp32 gradients."""
+    for name, grad_bytes, wire in (("16-bit", 2, "param"), ("fp32", 4, "fp32")):
+        layout = build_layout([ShardSpec(1 << 24, 2, grad_bytes)], 1 << 20)
+        host = host_state_bytes(layout, (Place.CPU,) * 16, StateFormat(True, wire))
+        assert host.total == CPU_STATE_BYTES[name] << 24
+    finding = next(f for f in judge(replace(GOOD, available_bytes=252 * 10**9)) if f.name == "host memory limit")
+    assert (
+        "state of about 18.0 G parameters updated by the CPU with 16-bit gradients, 14.0 G with fp32" in finding.value
+    )
 
 
 def test_other_jobs_on_the_cores_are_seen():

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.training import progress, train_step
 from megatron.training.flops import flops_per_step
-from megatron.training.progress import ProgressLine, gpu_seconds, remaining
+from megatron.training.progress import ProgressFile, ProgressLine, gpu_seconds, remaining
+from megatron.training.side_files import SideFiles
 from megatron.training.training import pretrain
 from tests.training.runs import LLAMA, SINGLE, log_lines, run, settings
 
@@ -115,6 +116,31 @@ def test_progress_file(tmp_path):
     flops = flops_per_step(settings("--train-iters 1").model, 128, 6 * 4)
     assert rows[-1][7] == f"Floating-point operations: {flops:.2e}"
     assert re.fullmatch(r"Job throughput: \d+\.\d TFLOP/s/GPU", rows[-1][5])
+
+
+def test_a_progress_file_that_cannot_be_written_ends_no_run(tmp_path):
+    """Here a directory has its name: one line says so for two starts and checkpoints, which are saved all the same."""
+    (tmp_path / "progress.txt").mkdir()
+    output = run(f"--save {tmp_path} --save-interval 2 --log-progress --train-iters 4")
+    said = [line for line in output.splitlines() if "progress.txt" in line]
+    assert said == [
+        f"WARNING: {tmp_path}/progress.txt could not be written (Is a directory); training goes on without it"
+    ]
+    assert len(log_lines(output)) == 4 and (tmp_path / "iter_0000004").is_dir()
+
+
+def test_progress_goes_on_when_there_is_room_again(tmp_path):
+    """A full disk is said once; what comes later is written again."""
+    said: list[str] = []
+    file = ProgressFile(str(tmp_path), 2, {}, SideFiles(said.append))
+    path = tmp_path / "progress.txt"
+    path.symlink_to("/dev/full")
+    file.started(0.0)
+    file.started(0.0)
+    assert said == [f"WARNING: {path} could not be written (No space left on device); training goes on without it"]
+    path.unlink()
+    file.saved(3, 1e12, 1000)
+    assert "\tSaved checkpoint\tIteration: 3\t" in path.read_text() and len(said) == 1
 
 
 def test_progress_file_needs_a_place():

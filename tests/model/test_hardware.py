@@ -46,6 +46,15 @@ WRONG = [
     ("[1]", "holds a JSON list instead of an object"),
     ("{", "is no JSON"),
     (text_with(h2d_bytes_per_s=float("inf")), "h2d_bytes_per_s .* is inf"),
+    (text_with(h2d_bytes_per_s=float("nan")), "h2d_bytes_per_s .* is nan"),
+    (
+        text_with(gpu_memory_bytes=10**400),
+        "gpu_memory_bytes .* is 10000.*000, it must be a number, 0 or more and at most",
+    ),
+    (text_with(num_cores=-(10**400)), "num_cores .* is -1000.*000, it must be a number, more than 0 and at most"),
+    (text_with(name=["x"] * 1000), r"name of hardware profile \['x', .*\.\.\.\] is .* expected str"),
+    (text_with(num_cores=...)[:-1] + ', "num_cores": ' + "9" * 5000 + "}", "the file is no JSON that can be read"),
+    ("[" * 100_000, "the file is no JSON that can be read"),
 ]
 
 
@@ -54,7 +63,7 @@ def test_wrong_files_get_one_sentence(text, message):
     """Missing, negative, mistyped and unknown fields are named, with what to do."""
     with pytest.raises(ValueError, match=message) as error:
         profile_from_json(text, "the file")
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("name", BUILT_IN_PROFILES)
@@ -92,6 +101,9 @@ def test_load_by_name_file_and_nonsense(tmp_path):
     assert load_profile(str(path)).name == "mine"
     with pytest.raises(ValueError, match="'nothing' cannot be read .*h200, h200x2, h100x4"):
         load_profile("nothing")
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ValueError, match=r"mine\.json' cannot be read \(it is no text\): give a file, or one of"):
+        load_profile(str(path))
 
 
 def test_planning_takes_the_newest_measured_profile(tmp_path, monkeypatch):
@@ -100,6 +112,11 @@ def test_planning_takes_the_newest_measured_profile(tmp_path, monkeypatch):
     profile, note = planning_profile(None)
     assert profile is H200 and "calibrate" in note
     (tmp_path / "profile-broken.json").write_text("{")
+    (tmp_path / "profile-binary.json").write_bytes(bytes(range(256)))
+    (tmp_path / "profile-nested.json").write_text("[" * 100_000)
+    (tmp_path / "profile-digits.json").write_text("9" * 5000)
+    (tmp_path / "profile-large.json").write_text(text_with(gpu_memory_bytes=10**400))
+    (tmp_path / "profile-gone.json").symlink_to(tmp_path / "gone")
     cpu = replace(H200, name="cpu", num_gpus=0, gpu_memory_bytes=0)
     cache_file("cpu").write_text(profile_to_json(cpu))
     profile, note = planning_profile(None)

@@ -15,12 +15,12 @@ from deep_offload.model.gpt import NAMED_SHAPES
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.memory import format_bytes, host_state_bytes
 from deep_offload.model.moves import LEAST_GAIN, best_move
-from deep_offload.model.planning import single_gpu_run
 from deep_offload.model.trace import Expectation
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import gpu_share_of, place_by_share
 from deep_offload.plan.planner import build_plan
+from tests.model.run_cases import single_gpu_run
 
 H200 = BUILT_IN_PROFILES["h200"]
 LAYOUT = build_layout([ShardSpec(1 << 26, 2, 2)] * 48, 1 << 26)

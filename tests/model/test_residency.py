@@ -12,7 +12,6 @@ from deep_offload.model.dry_run import dry_run_report, forecast
 from deep_offload.model.gpt import NAMED_SHAPES, ParallelShape
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.memory import device_state_bytes
-from deep_offload.model.planning import single_gpu_run
 from deep_offload.model.residency import (
     GPU_MEMORY_SHARE,
     choose_with_residents,
@@ -25,6 +24,7 @@ from deep_offload.model.run import ModelBytes, model_bytes
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import place_by_share
+from tests.model.run_cases import single_gpu_run
 
 GIB = 1 << 30
 H200 = BUILT_IN_PROFILES["h200"]

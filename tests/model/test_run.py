@@ -22,7 +22,6 @@ from deep_offload.model.planning import (
     layouts,
     other_cuts,
     save_seconds,
-    single_gpu_run,
     token_budget,
 )
 from deep_offload.model.run import (
@@ -292,7 +291,9 @@ def test_ranks_of_a_host():
     """As many as it has GPUs; fewer where the hosts could not all have as many, and tensor parallelism stays inside."""
     assert [ranks_per_host(size, H100X8) for size in (1, 6, 8, 12, 16)] == [1, 6, 8, 6, 8]
     no_gpu = replace(H200, num_gpus=0)
-    assert ranks_per_host(4, no_gpu) == 1 and ranks_per_host(4, no_gpu, 2) == 2 and ranks_per_host(8, H100X8, 2) == 8
+    assert ranks_per_host(4, no_gpu) == 1 and ranks_per_host(4, no_gpu, 2) == 2
+    assert [ranks_per_host(8, H100X8, started) for started in (None, 1, 2, 4, 8)] == [8, 8, 2, 4, 8]
+    assert ranks_per_host(8, H100X8, 3) == 8, "hosts could not all have three"
     cuts = [run.parallel for run in layouts(run_of(), 12, H100X8)]
     assert {cut.tensor for cut in cuts} == {1, 2} and all(cut.world_size == 12 for cut in cuts)
 
@@ -308,6 +309,34 @@ def test_ranks_of_a_host_without_gpus_share_it():
     one, two = (forecast(run, replace(OFFLOAD, offload_gpu_share=0.0), profile, ranks) for ranks in (1, 2))
     update = [result.slowest.choice.predicted_update_seconds for result in (one, two)]
     assert (one.ranks_per_host, two.ranks_per_host) == (1, 2) and update[1] > 1.2 * update[0]
+
+
+def test_ranks_that_a_launcher_started_share_a_host():
+    """Four on each host of eight GPUs have twice the host memory each, and communicate between hosts."""
+    run = run_of(parallel=ParallelShape(data=8), overlap_grad_reduce=True)
+    full, half = (forecast(run, OFFLOAD, H100X8, started) for started in (8, 4))
+    assert (full.ranks_per_host, half.ranks_per_host) == (8, 4)
+    lines = [dry_run_report(run, OFFLOAD, H100X8, started).lines for started in (8, 4)]
+    assert any(" of 256.00 GiB, and" in line for line in lines[0])
+    assert any(" of 512.00 GiB, and" in line for line in lines[1])
+    ratio = H100X8.collective_bytes_per_s / H100X8.network_bytes_per_s
+    assert half.compute.communication > 0.5 * ratio * full.compute.communication > 0
+    assert half.compute == compute_seconds(run, H100X8, 4) and full.compute == compute_seconds(run, H100X8)
+
+
+def test_the_method_s_formula_stands_beside_the_choice():
+    """Once, for a run that is offloaded: its stride and what is made of it, or that it has none."""
+
+    def said(profile, config=OFFLOAD, parallel=None) -> list[str]:
+        lines = dry_run_report(run_of(parallel=parallel), config, profile).lines
+        return [line for line in lines if line.startswith("the method's own formula")]
+
+    counted = "the method's own formula (host memory not counted): "
+    assert said(H100X4) == [f"{counted}stride k = 1.61, rounded up to 2"]
+    assert said(H100X4, parallel=ParallelShape(pipeline=2)) == said(H100X4)
+    slow = replace(H100X4, h2d_both_bytes_per_s=1e9, d2h_both_bytes_per_s=1e9)
+    assert said(slow) == [f"{counted}no stride, the CPU always wins"]
+    assert said(H200, AUTO) == [], "nothing is offloaded"
 
 
 def test_a_faster_cut_is_found():
@@ -368,11 +397,11 @@ def test_other_cuts():
 
 def test_searches():
     """Fewer GPUs than found do not fit, one layer more than found does not fit, and what is found fits."""
-    run = single_gpu_run(NAMED_SHAPES["20b"])
+    run = run_of(NAMED_SHAPES["20b"], recompute=RecomputeShape())
     found = fewest_gpus(run, OFFLOAD, H200)
     assert found is not None and found.parallel.world_size == 2 and fits(found, OFFLOAD, H200)
     assert first_fitting(run, 1, OFFLOAD, H200) is None
-    largest = largest_model(single_gpu_run(NAMED_SHAPES["8b"]), 1, OFFLOAD, H200)
+    largest = largest_model(replace(run, model=NAMED_SHAPES["8b"]), 1, OFFLOAD, H200)
     assert largest is not None and fits(largest, OFFLOAD, H200)
     more = replace(largest.model, num_layers=largest.model.num_layers + 1)
     assert first_fitting(replace(largest, model=more), 1, OFFLOAD, H200) is None
@@ -391,6 +420,7 @@ def test_costs_of_a_token_budget():
     budget = token_budget(result, 1e9)
     assert budget.iterations == -(-(10**9) // (4 * 2048))
     assert budget.gpu_hours == pytest.approx(4 * 24 * budget.days)
+    assert token_budget(result, 0.3).iterations == 1 and token_budget(result, 4 * 2048 + 0.1).iterations == 2
     assert save_seconds(result) is None
     single = forecast(run_of(), OFFLOAD, H200)
     assert save_seconds(single) == pytest.approx(14 * PEER.num_params / H200.disk_write_bytes_per_s)

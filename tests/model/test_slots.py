@@ -17,11 +17,11 @@ from deep_offload.model.dry_run import forecast
 from deep_offload.model.gpt import named_shape
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.model.memory import host_state_bytes, slot_bytes
-from deep_offload.model.planning import single_gpu_run
 from deep_offload.model.residency import choose_with_residents
 from deep_offload.plan.layout import ShardSpec, build_layout
 from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import place_by_share
+from tests.model.run_cases import single_gpu_run
 from tests.plan.strategies import placed_cases, profiles
 
 H200 = BUILT_IN_PROFILES["h200"]

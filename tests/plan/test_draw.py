@@ -63,9 +63,38 @@ def test_trace_events():
     assert ("d2h GB/s", 0.5e6, 4.0) in counters and ("d2h GB/s", 1.0e6, 0.0) in counters
 
 
-@pytest.mark.parametrize("trace", [{}, {"traceEvents": [{"ph": "X", "pid": 0}]}, {"traceEvents": 3}])
+def trace_with(**args: object) -> dict:
+    """A trace of one operation in which some arguments are other ones."""
+    trace = chrome_trace({"measured": Timeline((Span(Op(OpKind.UPDATE_CPU, 0), 0.0, 1.0),))})
+    (event,) = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    event["args"].update(args)
+    return trace
+
+
+FOREIGN = [
+    {},
+    {"traceEvents": [{"ph": "X", "pid": 0}]},
+    {"traceEvents": 3},
+    [],
+    trace_with(seconds=["a", None]),
+    trace_with(seconds=[1.0]),
+    trace_with(seconds=1.0),
+    trace_with(seconds=[0.0, float("nan")]),
+    trace_with(seconds=[0.0, 10**400]),
+    trace_with(bytes="many"),
+    trace_with(bytes=None),
+    trace_with(waited=[]),
+    trace_with(op=3),
+    trace_with(op="dance[1] @cpu"),
+    trace_with(op="update_cpu[1] @cpu after ,"),
+    {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": ["measured"]}}]},
+]
+
+
+@pytest.mark.parametrize("trace", FOREIGN)
 def test_foreign_traces_are_refused(trace):
     """A trace that is not ours gets one sentence."""
+    assert read_trace(trace_with(bytes=7))["measured"].spans[0].num_bytes == 7
     with pytest.raises(ValueError, match="was not written by deep_offload"):
         read_trace(trace)
 

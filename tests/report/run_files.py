@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,8 @@ from deep_offload.plan.ops import Place
 from deep_offload.plan.placement import place_by_share
 from deep_offload.plan.planner import build_plan
 from deep_offload.plan.timeline import BACKWARD, FORWARD, Phase, Timeline
+from deep_offload.report import report_html
+from deep_offload.report_run import RunData
 
 HOSTILE = "<script>alert(\"x\")</script> & 'quotes'"
 
@@ -109,3 +112,18 @@ def write_run(folder: Path, events: list[dict[str, Any]], *, with_trace: bool = 
     if with_trace:
         (folder / "trace.json").write_text(json.dumps(run_trace(measured_steps(), expectation())))
     return folder
+
+
+def parts_drawn(run: RunData, monkeypatch: Any) -> tuple[dict[str, list[float]], list[float]]:
+    """Milliseconds of iterations as the page draws them: by part, and all parts of each iteration together."""
+    report_charts = importlib.import_module("deep_offload.report_charts")  # needs matplotlib
+    drawn: dict[str, list[float]] = {}
+    draw = report_charts.stacked_chart
+
+    def watched(name: str, xs: list[int], parts: dict[str, list[float]], unit: str) -> str:
+        drawn.update(parts)
+        return draw(name, xs, parts, unit)
+
+    monkeypatch.setattr(report_charts, "stacked_chart", watched)
+    report_html(run)
+    return drawn, [sum(values) for values in zip(*drawn.values())]

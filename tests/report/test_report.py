@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 from html import unescape
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ from deep_offload.cli import main
 from deep_offload.plan.ops import Lane
 from deep_offload.report import report_html, write_report
 from deep_offload.report_run import read_run, thinned
-from tests.report.run_files import HOSTILE, start, step, whole_run, write_run
+from tests.report.run_files import HOSTILE, parts_drawn, start, step, whole_run, write_run
 
 pytest.importorskip("matplotlib", reason="reports are drawn by matplotlib")
 report_charts = importlib.import_module("deep_offload.report_charts")
@@ -116,6 +117,38 @@ def lines_drawn(run, monkeypatch):
     monkeypatch.setattr(report_charts, "line_chart", watched)
     report_html(run)
     return drawn
+
+
+@pytest.mark.parametrize(
+    ("waits", "wait", "parts"),
+    [
+        (True, 0.05, [40.0, 5.0, 50.0, 5.0]),
+        (True, 0.099, [0.0, 5.0, 90.0, 5.0]),
+        (False, 0.004, [90.0, 5.0, 4.0, 1.0]),
+        (None, 0.004, [90.0, 5.0, 4.0, 1.0]),
+    ],
+)
+def test_parts_add_up_to_the_iteration(tmp_path, monkeypatch, waits, wait, parts):
+    """What forward passes waited for is not counted twice; records of before do not say where they waited."""
+    steps = [
+        step(i, wait_seconds=wait, seconds=0.1, times={"forward-backward": 0.09, "optimizer": 0.005}) for i in (1, 2, 3)
+    ]
+    begin = start() if waits is None else start(waits_in_passes=waits)
+    run = read_run(write_run(tmp_path / "run", [begin, *steps], with_trace=False))
+    drawn, sums = parts_drawn(run, monkeypatch)
+    assert list(drawn) == ["forward-backward", "optimizer", "waiting for the update", "everything else"]
+    assert [values[0] for values in drawn.values()] == pytest.approx(parts)
+    assert sums == pytest.approx([100.0, 100.0])
+
+
+def test_each_start_says_where_it_waits(tmp_path, monkeypatch):
+    """A run that was resumed on other ranks waits elsewhere from there on."""
+    steps = [step(i, wait_seconds=0.02, times={"forward-backward": 0.07, "optimizer": 0.01}) for i in range(1, 5)]
+    events = [start(waits_in_passes=False), *steps[:2], start(waits_in_passes=True), *steps[2:]]
+    run = read_run(write_run(tmp_path / "run", events, with_trace=False))
+    drawn, sums = parts_drawn(run, monkeypatch)
+    assert drawn["forward-backward"] == pytest.approx([70.0, 50.0, 50.0])
+    assert sums == pytest.approx([100.0] * 3)
 
 
 def test_planned_memory_is_drawn(tmp_path, monkeypatch):
@@ -227,6 +260,8 @@ def test_lanes_survive_the_file(tmp_path):
         ("", "has no start of a run in 0 lines"),
         ('{"event": "step"}\n', "it was not written by --run-dir"),
         ("[]\nnonsense\n", "has no start of a run in 2 lines"),
+        ('{"event": "start"}\n', "has no start of a run in 1 lines: it was not written by --run-dir"),
+        (json.dumps(start(time=None)) + "\n", "has no start of a run in 1 lines"),
     ],
 )
 def test_directories_that_hold_no_run(tmp_path, capsys, text, message):
@@ -235,6 +270,96 @@ def test_directories_that_hold_no_run(tmp_path, capsys, text, message):
         (tmp_path / "run.jsonl").write_text(text)
     assert main(["report", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def without(event, *names):
+    """The event without a key, or without one of an inner object."""
+    inner = event
+    for name in names[:-1]:
+        inner = inner[name]
+    del inner[names[-1]]
+    return event
+
+
+def deep(levels):
+    return json.loads("[" * levels + "]" * levels)
+
+
+ODD_EVENTS = [
+    {"event": ["start"]},
+    {"event": "start"},
+    without(start(), "time"),
+    without(start(), "predicted", "binding_lane"),
+    without(start(), "planned_bytes", "device_total"),
+    start(time=float("inf")),
+    start(time=1e300),
+    start(placement="all on the CPU"),
+    start(placement=[3]),
+    start(config={"model": 3}),
+    start(environment=deep(900)),
+    start(environment={"host": deep(900)}),
+    start(event="placement", state_bytes=None),
+    {"event": "step"},
+    without(step(3), "losses"),
+    without(step(3), "update", "busy"),
+    without(step(3), "memory", "host_peak"),
+    step(3, losses={"lm loss": "low"}),
+    step(3, seconds=float("nan")),
+    step(3, wait_seconds=10**400),
+    step(3) | {"iteration": "third"},
+    step(3, update=[]),
+    step(3, update={}),
+    step(3, times={"optimizer": None}),
+    {"event": "evaluation", "iteration": 3, "split": "validation"},
+    {"event": "checkpoint", "iteration": 3},
+    {"event": "note", "text": None},
+    {"event": "end"},
+]
+
+
+@pytest.mark.parametrize("event", ODD_EVENTS, ids=range(len(ODD_EVENTS)))
+def test_events_that_cannot_be_shown(tmp_path, event):
+    """A line that lacks what a report needs, or holds something else there, is left out and counted."""
+    folder = write_run(tmp_path / "run", [start(), step(1), event, step(2)], with_trace=False)
+    run = read_run(folder)
+    assert run.num_broken == 1 and [s["iteration"] for s in run.steps] == [1, 2]
+
+
+def test_the_page_counts_what_it_leaves_out(tmp_path):
+    """A run with all of them has a page, of the other events."""
+    folder = write_run(tmp_path / "run", [start(), step(1), *ODD_EVENTS, step(2)], with_trace=False)
+    page = report_html(read_run(folder))
+    assert f"{len(ODD_EVENTS)} lines of run.jsonl could not be read" in page and "2 of 40" in page
+
+
+def test_lines_that_are_no_text(tmp_path):
+    """Binary, nested and endless lines are counted too; an event of a kind that nobody knows is not."""
+    folder = write_run(tmp_path / "run", [start(), step(1), {"event": "of a later version"}], with_trace=False)
+    with (folder / "run.jsonl").open("ab") as file:
+        file.write(b"\xff\xfe\x00\n" + b"[" * 100_000 + b"\n" + b'{"event": ' + b"9" * 5000 + b"}\n")
+    assert read_run(folder).num_broken == 3
+
+
+def trace_over(seconds):
+    """A trace whose only operation has these for its start and end."""
+    named = {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "measured"}}
+    args = {"op": "flush[0] @d2h slot 0", "seconds": seconds, "bytes": 1}
+    return json.dumps({"traceEvents": [named, {"ph": "X", "cat": "flush", "pid": 0, "args": args}]}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"[" * 100_000, b"[]", trace_over(["a", None]), trace_over([1.0])],
+    ids=["binary", "nested", "no object", "no numbers", "one number"],
+)
+def test_traces_that_cannot_be_read(tmp_path, capsys, content):
+    """One sentence that names the file and says what to do."""
+    folder = write_run(tmp_path / "run", whole_run(), with_trace=False)
+    (folder / "trace.json").write_bytes(content)
+    assert main(["report", str(folder)]) == 2
+    err = capsys.readouterr().err
+    assert f"{folder / 'trace.json'} cannot be read (" in err and err.count("\n") == 1
+    assert "remove it to make a report without lanes" in err
 
 
 def test_broken_trace_and_output(tmp_path):

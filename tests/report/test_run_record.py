@@ -14,7 +14,9 @@ import pytest
 from deep_offload.plan.ops import Lane, OpKind
 from deep_offload.report import report_html
 from deep_offload.report_run import read_run
-from tests.report.run_files import expectation, measured_steps
+from deep_offload.runtime.worker import SubgroupWorker
+from tests.optimizer.loop_cases import train
+from tests.report.run_files import expectation, measured_steps, parts_drawn
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
@@ -86,6 +88,19 @@ def test_three_steps_of_lanes(trained):
         assert all(lanes[name].lane(lane) for lane in Lane)
     events = json.loads((trained[0] / "trace.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "wait" for event in events)
+
+
+def test_parts_of_a_real_iteration_add_up(monkeypatch, tmp_path):
+    """One rank waits for slow uploads inside its forward passes, whose timer goes on meanwhile."""
+    upload = SubgroupWorker.param_h2d
+    monkeypatch.setattr(SubgroupWorker, "param_h2d", lambda self, op: time.sleep(0.02) or upload(self, op))
+    train(f"--bf16 --train-iters 5 --timing-log-level 1 --run-dir {tmp_path} --offload-gpu-share 0")
+    run = read_run(tmp_path)
+    assert run.start["waits_in_passes"] is True
+    drawn, sums = parts_drawn(run, monkeypatch)
+    seconds = [step["seconds"] for step in run.steps[1:]]
+    assert sums == pytest.approx([1e3 * own for own in seconds])
+    assert max(drawn["waiting for the update"]) > 50.0
 
 
 def test_a_real_run_makes_a_report(trained):
