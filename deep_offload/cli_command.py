@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deep_offload.config import OffloadConfig
-from deep_offload.model.choose import FEW_SLOTS, is_share_free
-from deep_offload.model.dry_run import Forecast, usable_gpu_bytes
+from deep_offload.model.choose import FEW_SLOTS
+from deep_offload.model.dry_run import Forecast
 from deep_offload.model.gpt import GPTShape
-from deep_offload.model.memory import slot_bytes
 from deep_offload.model.planning import token_budget
 from deep_offload.model.run import RunShape
 from deep_offload.plan.ops import Place
@@ -29,7 +28,7 @@ def command(result: Forecast, config: OffloadConfig, tokens: float | None = None
         "--data-path DATA_PATH --tokenizer-type HuggingFaceTokenizer --tokenizer-model TOKENIZER",
         f"--padded-vocab-size {run.model.padded_vocab_size} --train-iters {length} --lr LR",
     ]
-    changed = _changed_flags(_without_slots(_with_chosen_slots(config, result), result))
+    changed = _changed_flags(_with_chosen_slots(config, result))
     # Where all state stays on the GPU a given flag may still change its bytes.
     if result.is_offloaded or changed:
         words.append(" ".join(["--interleaved-offload", *changed]))
@@ -98,21 +97,6 @@ def _with_chosen_slots(config: OffloadConfig, result: Forecast) -> OffloadConfig
         return config
     # A stage with a slot for each streamed subgroup says nothing of others.
     return replace(config, offload_num_slots=min((slots for slots, count in placed if slots < count), default=most))
-
-
-def _without_slots(config: OffloadConfig, result: Forecast) -> OffloadConfig:
-    """Where the share was open and all is updated on the CPU, because a GPU has no room for slots: that share.
-
-    Training would choose anew, when nothing but weights and gradients is on the GPU yet.
-    """
-    if not is_share_free(config) or any(Place.GPU in stage.choice.placement for stage in result.stages):
-        return config
-    lacks = any(
-        FEW_SLOTS * slot_bytes(stage.layout.subgroups, stage.choice.state)
-        > usable_gpu_bytes(result.profile) - stage.model.total
-        for stage in result.stages
-    )
-    return replace(config, offload_gpu_share=0.0) if result.profile.gpu_memory_bytes and lacks else config
 
 
 def _changed_flags(config: OffloadConfig) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from deep_offload.cli_command import PLACEHOLDERS, command
 from deep_offload.cli_request import Request
+from deep_offload.model.choose import is_share_free
 from deep_offload.model.dry_run import (
     Forecast,
     dry_run_report,
@@ -23,6 +24,7 @@ from deep_offload.model.planning import (
     fewest_gpus,
     first_fitting,
     fits,
+    fits_as_chosen,
     largest_model,
     leanest,
     other_cuts,
@@ -42,8 +44,9 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
     run = layout_of(request)
     if run is None:
         return [nothing_fits()], False
+    request, note = with_room(run, request)
     report = dry_run_report(run, request.config, request.profile)
-    lines = list(report.lines)
+    lines = [*note, *report.lines]
     # No table where weights and gradients alone are too much for any strategy.
     if request.show_alternatives and weights_problem(run, request.profile) is None:
         lines += _compared(run, request)
@@ -52,6 +55,19 @@ def _answer_run(request: Request) -> tuple[list[str], bool]:
     result = forecast(run, request.config, request.profile)
     lines += costs(result, request.tokens)
     return [*lines, "", *_to_train(result, request)], True
+
+
+def with_room(run: RunShape, request: Request) -> tuple[Request, list[str]]:
+    """The request with a GPU share that fits, and a line that says so, where the one that training chooses does not."""
+    config, profile = request.config, request.profile
+    if not is_share_free(config) or fits_as_chosen(run, config, profile):
+        return request, []
+    lean = leanest(run, config, profile)
+    if lean is None:
+        return request, []
+    share = f"{lean.offload_gpu_share:g}"
+    note = f"planned with --offload-gpu-share {share}: it does not fit with the share that auto chooses"
+    return replace(request, config=lean), [note]
 
 
 def nothing_fits() -> str:

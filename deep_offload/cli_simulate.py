@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from deep_offload.cli_plan import costs, layout_of, nothing_fits, table
+from deep_offload.cli_plan import costs, layout_of, nothing_fits, table, with_room
 from deep_offload.cli_request import request_from
 from deep_offload.config import OffloadConfig
 from deep_offload.model.cost import op_seconds
@@ -89,8 +89,10 @@ def answer(arguments: argparse.Namespace, config: OffloadConfig, profile: Hardwa
     run = layout_of(request)
     if run is None:
         return [*request.notes, nothing_fits()], False
+    request, note = with_room(run, request)
+    config = request.config
     report = dry_run_report(run, config, profile)
-    lines = [*request.notes, *report.lines]
+    lines = [*request.notes, *note, *report.lines]
     if not report.fits:
         return [*lines, "", *assumptions(profile, None, is_changed=is_changed)], False
     result = forecast(run, config, profile)

@@ -85,8 +85,8 @@ OUTPUT=(
 export EXIT_SIGNAL
 
 ARGUMENTS=("${MODEL[@]}" "${TRAIN[@]}" "${PARALLEL[@]}" "${OFFLOAD[@]}" "${INPUT[@]}" "${OUTPUT[@]}")
-PROGRAM=${PROGRAM:-pretrain_gpt.py}              # or an entry point of your own that calls it
-cd "$REPOSITORY"
+# Or an entry point of your own that calls it. Nothing changes the folder: relative paths are the caller's.
+PROGRAM=${PROGRAM:-$REPOSITORY/pretrain_gpt.py}
 
 if [ -n "${LAUNCHER:-}" ]; then
     $LAUNCHER "$PROGRAM" "${ARGUMENTS[@]}" "$@"

@@ -27,61 +27,60 @@ case "$GPUS x $GPU_GB GB" in
     IMPOSSIBLE="bf16 weights 15.0 and gradients 15.0 GiB, logits 6.0 GiB and activations exceed the usable 37.0 GiB before any optimizer state; SEQ_LENGTH=2048 would fit, with a plan of one's own"
     ;;
 "2 x 40 GB")
-    # GPU: 34.8 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
-    # 1.6, logits or a layer's largest tensors 2.5, optimizer state 13.3, slots and upcast 2.4.
-    # Full recomputation: activations would take 18.5 GiB otherwise.
+    # GPU: 36.5 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
+    # 18.5, logits or a layer's largest tensors 3.1, optimizer state 0.0, slots and upcast 0.0.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 54.9 GiB of the node, pinned: 35 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 76 % (bound by d2h).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=17
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 0 % (bound by cpu).
+    TENSOR=2 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "4 x 40 GB")
-    # GPU: 35.8 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
-    # 1.6, logits or a layer's largest tensors 2.5, optimizer state 14.3, slots and upcast 2.4.
-    # Full recomputation: activations would take 18.5 GiB otherwise.
+    # GPU: 36.5 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
+    # 18.5, logits or a layer's largest tensors 3.1, optimizer state 0.0, slots and upcast 0.0.
     # bf16 gradients: fp32 ones would take 15.0 GiB.
-    # Host: 22.8 GiB of the node, pinned: 79 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 36 % (bound by cpu).
-    TENSOR=2 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=17
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 0 % (bound by cpu).
+    TENSOR=2 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "8 x 40 GB")
-    # GPU: 35.8 of 37.0 usable GiB = weights 7.5, gradients 15.0 (fp32), activations
-    # 1.6, logits or a layer's largest tensors 2.5, optimizer state 9.3, slots and upcast 0.0.
-    # Full recomputation: activations would take 18.5 GiB otherwise.
-    # All state fits beside them: offload is not needed and would gain nothing.
-    TENSOR=2 RECOMPUTE=full GRADIENTS=fp32 BUDGET_GIB=none
+    # GPU: 36.5 of 37.0 usable GiB = weights 7.5, gradients 7.5 (bf16), activations
+    # 18.5, logits or a layer's largest tensors 3.1, optimizer state 0.0, slots and upcast 0.0.
+    # bf16 gradients: fp32 ones would take 15.0 GiB.
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 0 % (bound by dram).
+    TENSOR=2 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "1 x 80 GB")
-    # GPU: 73.7 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
-    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 33.3, slots and upcast 2.4.
-    # Full recomputation: activations would take 36.8 GiB otherwise.
+    # GPU: 72.7 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 0.0, slots and upcast 0.0.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 48.1 GiB of the node, pinned: 44 % of the state stay on the GPU; of the rest the
-    # planner expects the GPU to update 71 % (bound by cpu).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=36
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 0 % (bound by cpu).
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "2 x 80 GB")
-    # GPU: 71.0 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
-    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 33.1, slots and upcast 0.0.
-    # Full recomputation: activations would take 36.8 GiB otherwise.
+    # GPU: 72.7 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 0.0, slots and upcast 0.0.
     # bf16 gradients: fp32 ones would take 29.9 GiB.
-    # Host: 12.0 GiB of the node, pinned: 91 % of the state stay on the GPU; of the rest the
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
     # planner expects the GPU to update 0 % (bound by cpu).
-    TENSOR=1 RECOMPUTE=full GRADIENTS=bf16 BUDGET_GIB=36
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "4 x 80 GB")
-    # GPU: 71.6 of 75.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 18.7, slots and upcast 0.0.
-    # Full recomputation: activations would take 36.8 GiB otherwise.
-    # All state fits beside them: offload is not needed and would gain nothing.
-    TENSOR=1 RECOMPUTE=full GRADIENTS=fp32 BUDGET_GIB=none
+    # GPU: 72.7 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 0.0, slots and upcast 0.0.
+    # bf16 gradients: fp32 ones would take 29.9 GiB.
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 0 % (bound by cpu).
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "8 x 80 GB")
-    # GPU: 62.2 of 75.0 usable GiB = weights 15.0, gradients 29.9 (fp32), activations
-    # 3.1, logits or a layer's largest tensors 4.8, optimizer state 9.3, slots and upcast 0.0.
-    # Full recomputation: activations would take 36.8 GiB otherwise.
-    # All state fits beside them: offload is not needed and would gain nothing.
-    TENSOR=1 RECOMPUTE=full GRADIENTS=fp32 BUDGET_GIB=none
+    # GPU: 72.7 of 75.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations
+    # 36.8, logits or a layer's largest tensors 6.0, optimizer state 0.0, slots and upcast 0.0.
+    # bf16 gradients: fp32 ones would take 29.9 GiB.
+    # Host: 104.7 GiB of the node, pinned: 0 % of the state stay on the GPU; of the rest the
+    # planner expects the GPU to update 0 % (bound by dram).
+    TENSOR=1 RECOMPUTE=none GRADIENTS=bf16 BUDGET_GIB=1
     ;;
 "1 x 141 GB")
     # GPU: 130.3 of 132.0 usable GiB = weights 15.0, gradients 15.0 (bf16), activations

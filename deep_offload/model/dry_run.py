@@ -11,13 +11,7 @@ from deep_offload.model.choose import Choice, Compute
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
 from deep_offload.model.performance import method_stride, round_stride
-from deep_offload.model.residency import (
-    GPU_MEMORY_SHARE,
-    choose_with_residents,
-    is_automatic,
-    state_budget_bytes,
-    working_bytes,
-)
+from deep_offload.model.residency import GPU_MEMORY_SHARE, choose_with_residents, state_budget_bytes, working_bytes
 from deep_offload.model.run import (
     ComputeSeconds,
     ModelBytes,
@@ -178,15 +172,12 @@ def _stage(
     model = model_bytes(run, pipeline_rank)
     total = profile.gpu_memory_bytes
     left = state_budget_bytes(total - model.weights - model.gradients, total, working_bytes(model))
-    budget = budget_bytes(config.offload_device_budget_gib)
-    if total and is_automatic(config):  # slots must fit as well, or all is updated on the CPU
-        budget = max(0, usable_gpu_bytes(profile) - model.total)
     choice = choose_with_residents(
         layout,
         config,
         profile,
         left,
-        device_budget_bytes=budget,
+        device_budget_bytes=budget_bytes(config.offload_device_budget_gib),
         spare_device_bytes=left if total else None,
         host_limit_bytes=_host_state_limit(config, host_share_bytes(profile, ranks)),
         can_split=run.is_bf16,
@@ -217,7 +208,9 @@ def _gpu_problems(stages: tuple[StageForecast, ...], profile: HardwareProfile) -
     if profile.gpu_memory_bytes == 0 or fullest.gpu_bytes <= usable:
         return ()
     advice = _LESS_GPU_MEMORY
-    if fullest.choice.device_bytes.resident:
+    if fullest.gpu_bytes - fullest.choice.device_bytes.slots <= usable:
+        advice = "update all on the CPU, without slots (--offload-gpu-share 0), or " + advice
+    elif fullest.choice.device_bytes.resident:
         advice = "lower --offload-resident-fraction or add --interleaved-offload, or " + advice
     return (
         f"a rank of pipeline stage {fullest.pipeline_rank} needs {format_bytes(fullest.gpu_bytes)} of GPU memory, but "

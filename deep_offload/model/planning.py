@@ -159,10 +159,11 @@ def leanest(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> O
         return None  # cheap: no placement can help
     shares = (1.0, 0.0) if is_share_free(config) else (config.offload_gpu_share,)
     tried = (replace(config, offload_gpu_share=share) for share in shares)
-    return next((one for one in tried if _forecast_fits(run, one, profile)), None)
+    return next((one for one in tried if fits_as_chosen(run, one, profile)), None)
 
 
-def _forecast_fits(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
+def fits_as_chosen(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
+    """Whether the run fits with what is chosen where settings are free, as training would choose."""
     try:
         return not forecast(run, config, profile).problems
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import warnings
 import weakref
@@ -20,7 +21,7 @@ from deep_offload.optimizer.engine import STATE_NAMES, OffloadEngine
 from deep_offload.optimizer.flat_params import flatten_params, local
 from deep_offload.optimizer.grad_norm import counted_runs, sum_of_squares
 from deep_offload.optimizer.small_copies import read
-from deep_offload.optimizer.torch_state import check_loadable, fingerprint
+from deep_offload.optimizer.torch_state import NOT_TAKEN_OVER, check_loadable, fingerprint
 from deep_offload.optimizer.verify import UpdateCheck
 from deep_offload.plan.storage import MASTER
 
@@ -81,11 +82,11 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._num_updates = 0
         self._steps = [0] * len(self._params)
         self._flushed_version: dict[int, int] = {}
-        self._loaded: dict[int, int] = {}
+        self._loaded: dict[int, bytes] = {}
         """Fingerprints of the weights that came with a state, until the next step."""
         self._hooks = [p.register_post_accumulate_grad_hook(_hook_of(self, n)) for n, p in enumerate(self._params)]
         self._remember_versions()
-        self._release = weakref.finalize(self, _release, self._check, self._engine)
+        self._release = weakref.finalize(self, _release, self._check, self._engine, os.getpid())
         self._release.atexit = False
         self._is_built = True
 
@@ -137,6 +138,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
         """Make every master equal to its parameter's present value."""
         self._engine.synchronize()
         self._take_in_all()
+        self._loaded.clear()
         for i in range(len(self._engine.layout.subgroups)):
             self._engine.refresh_master(i)
         self._remember_versions()
@@ -185,7 +187,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
         self._engine.synchronize()
         self._take_in_all()
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved_group.items() if k != "params"})
+            group.update({k: v for k, v in saved_group.items() if k not in NOT_TAKEN_OVER})
             for p, saved_id in zip(group["params"], saved_group["params"], strict=True):
                 if p in self._number:
                     self._load_param(self._number[p], state_dict["state"].get(saved_id))
@@ -347,7 +349,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
     def _refuse_unfrozen(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                if p not in self._number and p.grad is not None:
+                if p.requires_grad and p.grad is not None and p not in self._number:
                     raise ValueError(
                         f"a parameter of shape {tuple(p.shape)} has a gradient, but it was frozen when the optimizer "
                         "was built and has no state: build a new optimizer after unfreezing"
@@ -359,7 +361,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
             if not is_moved and local(p)._version == self._versions[number]:
                 continue
             self._take_in(number)
-            if self._loaded.get(number) == fingerprint(self._home(number)):
+            if number in self._loaded and self._loaded[number] == fingerprint(self._home(number)):
                 continue  # the model's weights were loaded behind the optimizer's state: their masters are more exact
             for i, offset, _start, count in self._pieces(number):
                 self._engine.refresh_master(i, offset, offset + count)
@@ -404,10 +406,21 @@ def _hook_of(optimizer: InterleavedAdamW, number: int) -> Callable[[torch.nn.Par
     return hook
 
 
-def _release(check: UpdateCheck, engine: OffloadEngine) -> None:
-    if engine.is_on_a_lane():  # the garbage collector may run anywhere: a lane cannot wait for its own end
-        threading.Thread(target=_release, args=(check, engine)).start()
+def _release(check: UpdateCheck, engine: OffloadEngine, process: int) -> None:
+    """End the lanes of the process that started them; the garbage collector may call this anywhere."""
+    if os.getpid() != process:  # a fork has copies of the memory, and no lanes that could be waited for
         return
+    if engine.is_on_a_lane():  # which cannot wait for its own end
+        threading.Thread(target=_release, args=(check, engine, process)).start()
+        return
+    if engine.device.type == "cuda":
+        with torch.cuda.device(engine.device):
+            _close(check, engine)
+    else:
+        _close(check, engine)
+
+
+def _close(check: UpdateCheck, engine: OffloadEngine) -> None:
     check.close()
     engine.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from deep_offload.optimizer.flat_params import local
 from deep_offload.plan.storage import EXP_AVG, EXP_AVG_SQ, MASTER
 
-_PIECE_NUMEL = 1 << 22
-_MULTIPLIER = 0x1E3779B97F4A7C15  # odd, so that no bit of an element is lost
+_PIECE_NUMEL = 1 << 24
+
+NOT_TAKEN_OVER = frozenset(
+    ("params", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+)
+"""Keys of a saved group that stay out: its numbering, and options of torch's Adam that have no meaning here."""
 
 
 def check_loadable(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
@@ -55,15 +60,9 @@ def _check_param(number: int, saved: dict[str, Any], shape: torch.Size) -> None:
             )
 
 
-def fingerprint(values: torch.Tensor) -> int:
-    """A number by which changed bits are seen: each element's bits times a multiplier of its place, summed up.
-
-    Whole numbers that wrap around: the same on every device.
-    """
-    whole = {2: torch.int16, 4: torch.int32}[values.element_size()]
-    bits, total = values.detach().reshape(-1).view(whole), 0
-    for start in range(0, bits.numel(), _PIECE_NUMEL):
-        piece = bits[start : start + _PIECE_NUMEL].long()
-        places = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
-        total += int((piece * (places * _MULTIPLIER)).sum())
-    return total
+def fingerprint(values: torch.Tensor) -> bytes:
+    """A digest of the bits, by which a change is seen."""
+    found, bits = hashlib.blake2b(digest_size=16), values.detach().reshape(-1).view(torch.uint8)
+    for piece in bits.split(_PIECE_NUMEL):
+        found.update(piece.cpu().numpy())
+    return found.digest()

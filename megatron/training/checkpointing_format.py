@@ -7,7 +7,6 @@ are read and written one box at a time, in any order, by any number of ranks tha
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -31,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from deep_offload.optimizer.checkpoint_boxes import Shape, inside, overlap
 from megatron.training.checkpointing_layout import METADATA
-from megatron.training.checkpointing_safety import load_checked, load_index, with_path
+from megatron.training.checkpointing_safety import FilePart, load_checked, load_index, with_path
 
 CONFIG_TEXT = json.dumps(
     {
@@ -275,7 +274,7 @@ class CheckpointReader:
         place = self._places[(key, at)]
         path = self.folder / place.relative_path
         with open(path, "rb") as file:
-            view = _Slice(file, place.offset, place.length)
+            view = FilePart(file, place.offset, place.length)
             try:
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
             except Exception as error:  # noqa: BLE001 - a torn file raises nearly anything
@@ -296,41 +295,6 @@ class CheckpointReader:
             data = file.read(place.length)
         value = load_checked(data, f"{path} ({key})")
         return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file that looks like a file."""
-
-    def __init__(self, file: Any, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._at = file, start, length, 0
-        self.fault: OSError | None = None
-        """Why the disk did not give a part: torch takes such an error for something else."""
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._length - self._at), 0)
-        self._file.seek(self._start + self._at)
-        try:
-            got = self._file.readinto(view[:count])
-        except OSError as error:
-            self.fault = error
-            raise
-        self._at += got
-        return got
 
 
 def flat_values(reader: CheckpointReader, key: str, offset: Shape, shape: Shape, fill: torch.Tensor) -> torch.Tensor:

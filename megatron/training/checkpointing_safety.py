@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
+import os
 import pickle
 import zipfile
 from enum import Enum, EnumMeta
@@ -181,6 +182,41 @@ def with_path(error: OSError, path: Path) -> OSError:
     return OSError(error.errno, error.strerror, str(path))
 
 
+class FilePart(io.RawIOBase):
+    """A part of a file that looks like a file."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+        self.fault: OSError | None = None
+        """Why the disk did not give a part: torch takes such an error for something else."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(min(len(view), self._length - self._at), 0)
+        self._file.seek(self._start + self._at)
+        try:
+            got = self._file.readinto(view[:count])
+        except OSError as error:
+            self.fault = error
+            raise
+        self._at += got
+        return got
+
+
 def _refusal(file: str, module: str, name: str) -> ValueError:
     return ValueError(
         f"{file} names {module}.{name}, which no checkpoint needs and which could run code on this machine: it is not "
@@ -206,15 +242,18 @@ def load_index(path: Path) -> Metadata:
 def load_checked(source: Path | bytes, name: str) -> Any:
     """Return what `torch.save` wrote, after its pickle has passed the list. source: a file, or a file's bytes.
 
-    Raises ValueError naming `name` for a pickle that names anything else, and for a torn file.
+    Raises ValueError naming `name` for a pickle that names anything else, and for a torn file; OSError where the disk
+    fails.
     """
     stream: Any = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")
     with stream:
         check_pickle(stream, name)
-        stream.seek(0)
+        whole = FilePart(stream, 0, stream.seek(0, os.SEEK_END))
         try:
-            return torch.load(stream, map_location="cpu", weights_only=True)
+            return torch.load(whole, map_location="cpu", weights_only=True)
         except Exception as error:  # noqa: BLE001 - torch's own unpickler refuses in many ways
+            if whole.fault is not None:
+                raise with_path(whole.fault, Path(name)) from None
             raise ValueError(f"{name} cannot be read ({_short(error)}): load another with --ckpt-step") from None
 
 

@@ -220,6 +220,23 @@ def test_an_archive_on_a_failing_disk_is_not_torn():
         safety.check_pickle(_FailingDisk(b"PK" + bytes(200)), "/x/common.pt")
 
 
+def test_tensors_on_a_failing_disk_are_not_torn(tmp_path, monkeypatch):
+    """The pickle of an archive is read, its tensors are not: the disk's fault, with the file's name."""
+    path = tmp_path / "common.pt"
+    torch.save({"weight": torch.arange(100_000.0)}, path)
+    assert torch.equal(safety.load_checked(path, str(path))["weight"], torch.arange(100_000.0))
+
+    class LostMiddle(io.BytesIO):
+        def readinto(self, buffer) -> int:
+            if self.tell() < 200_000 < self.tell() + len(buffer):
+                raise OSError(errno.EIO, "Input/output error")
+            return super().readinto(buffer)
+
+    monkeypatch.setattr(safety, "open", lambda file, _mode: LostMiddle(Path(file).read_bytes()), raising=False)
+    with pytest.raises(OSError, match=rf"Input/output error: '{path}'"):
+        safety.load_checked(path, str(path))
+
+
 def _two_halves(folder: Path, kept: list[int]) -> None:
     """A checkpoint of one tensor [4, 2] in two boxes, whose index names those in `kept`."""
     with checkpointing_format.BoxWriter(folder, "__0_0.distcp") as writer:

@@ -186,14 +186,21 @@ def test_a_batch_that_no_layout_divides_over(capsys):
 
 
 def test_memory_without_room_for_slots(capsys):
-    """All is updated on the CPU where a GPU has no room for slots, and the command says so, since training would not
-    know; such a run is found by every search."""
+    """All is updated on the CPU where a GPU has no room for slots, and plan and command say so, since training would
+    choose otherwise; such a run is found by every search."""
     words = "--model 7b --profile h200 --no-alternatives"
     code, out = plan(capsys, f"{words} --seq-length 26624 --recompute none")
-    assert code == 0 and "0 streamed, 0 resident" in out and "holds no staging slots" in out
+    assert code == 0 and "planned with --offload-gpu-share 0: it does not fit with the share that auto chooses" in out
+    assert "0 streamed, 0 resident" in out and "71 on the CPU" in out
     assert out.rstrip().endswith("--interleaved-offload --offload-gpu-share 0.0")
     _, out = plan(capsys, f"{words} --seq-length 24576 --recompute none")
     assert "0 streamed" not in out and "--offload-gpu-share" not in out
+    code, out = plan(capsys, f"{words} --seq-length 26624 --recompute none --offload-subgroup-numel 67108864")
+    assert code == 0 and "planned with --offload-gpu-share 0" in out
+    arguments = _build_parser().parse_args(["plan", *f"{words} --seq-length 26624 --recompute none".split()])
+    config, profile = offload_config(arguments), BUILT_IN_PROFILES["h200"]
+    lines, fits = dry_run_report(request_from(arguments, config, profile).run, config, profile)
+    assert not fits and "update all on the CPU, without slots (--offload-gpu-share 0), or recompute" in lines[-1]
     code, out = plan(capsys, f"{words} --gpus auto --offload-device-budget-gib 0.1")
     assert code == 0 and "ranks: 1 = " in out and "0 streamed, 0 resident" in out
     code, out = plan(capsys, f"{words} --largest --offload-device-budget-gib 0.1")

@@ -196,3 +196,38 @@ def test_two_nodes_without_slurm(tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert " iteration        2/       2 |" in outputs[1]
     assert ", 2 ranks" in outputs[0]
+
+
+@pytest.mark.parametrize(("status", "queued"), [("resumable", True), ("finished", False)])
+def test_a_stopped_job_is_queued_again_wherever_it_was_submitted(tmp_path, status, queued):
+    """Relative paths are those of the folder of `sbatch`: what training writes there is what the job reads."""
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "work").mkdir()
+    control = tmp_path / "programs" / "scontrol"
+    control.write_text('#!/bin/bash\n[ "$1" = requeue ] && echo "requeued $2"\n')
+    (tmp_path / "programs" / "sleep").write_text("#!/bin/bash\n")
+    launcher = tmp_path / "launcher.py"
+    launcher.write_text(
+        "import json, pathlib, sys\n"
+        "words = sys.argv[1:]\n"
+        "folder = pathlib.Path(words[words.index('--save') + 1])\n"
+        "folder.mkdir(parents=True)\n"
+        f"(folder / 'status').write_text(json.dumps({{'status': '{status}'}}))\n"
+        "assert pathlib.Path(words[0]).is_file() and words[words.index('--data-path') + 1] == 'mine_text_document'\n"
+    )
+    for program in (control, tmp_path / "programs" / "sleep"):
+        program.chmod(0o755)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "GPU", "BUDGET", "SAVE"))}
+    variables = dict(SLURM_JOB_ID="17", GPUS="8", DATA="mine_text_document", TOKENIZER="folder")
+    script = f"source {ROOT}/examples/slurm/run.sh {ROOT}/examples/llama2_7b.sh"
+    for save in (None, "here/run"):
+        chosen = {} if save is None else {"SAVE": save}
+        environment = {**clean, **variables, **chosen, "LAUNCHER": f"{sys.executable} {launcher}"}
+        environment["PATH"] = f"{tmp_path / 'programs'}:{environment['PATH']}"
+        words = ["bash", "-c", script]
+        result = subprocess.run(
+            words, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        assert ("requeued 17" in result.stdout) == queued
+        assert (tmp_path / "work" / (save or "checkpoints/llama2_7b") / "status").exists()

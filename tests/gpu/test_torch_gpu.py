@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "optimizer"))
 from oracle import OracleParam
-from test_torch import groups_of, loss_of, make_model, offload
 
 from deep_offload.optimizer.torch import InterleavedAdamW
+from tests.optimizer.torch_cases import groups_of, loss_of, make_model, offload
 
 BETAS = (0.9, 0.95)
 
@@ -30,7 +30,7 @@ def test_oracle_bits_on_the_gpu(monkeypatch, share, flush_in_backward, dtype):
         flush_in_backward=flush_in_backward,
     )
     oracle = {p: OracleParam(p) for p in model.parameters()}
-    monkeypatch.setattr("test_torch.batch", _cuda_batch)
+    monkeypatch.setattr("tests.optimizer.torch_cases.batch", _cuda_batch)
     for step in range(20):
         optimizer.zero_grad()
         loss_of(model, step, scale=4.0).backward()

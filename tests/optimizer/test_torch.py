@@ -16,7 +16,7 @@ from deep_offload.model.hardware import profile_to_json
 from deep_offload.model.machines import BUILT_IN_PROFILES
 from deep_offload.optimizer.torch import InterleavedAdamW
 from deep_offload.runtime.measure import fingerprint
-from tests.optimizer.torch_cases import loss_of, make_model, offload
+from tests.optimizer.torch_cases import groups_of, loss_of, make_model, offload
 
 BETAS = (0.9, 0.95)
 
@@ -25,15 +25,6 @@ BETAS = (0.9, 0.95)
 def profile(tmp_path_factory, monkeypatch):
     """Rates are measured once for all tests here."""
     monkeypatch.setenv("DEEP_OFFLOAD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-
-
-def groups_of(model: nn.Module) -> list[dict]:
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    biases = [p for p in model.parameters() if p.dim() == 1]
-    return [
-        {"params": weights, "weight_decay": 0.1},
-        {"params": biases, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0},
-    ]
 
 
 def test_the_chosen_slots_are_used(tmp_path):

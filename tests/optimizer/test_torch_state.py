@@ -68,15 +68,35 @@ def test_weights_and_state_load_in_either_order(split_master, share, model_first
 
 
 def test_a_changed_bit_changes_the_fingerprint():
-    """Any element, its sign, and two elements that change places."""
+    """Any element, its sign, elements that change places, signs that all change."""
     values = torch.arange(1.0, 9.0).to(torch.bfloat16)
     known = {fingerprint(values)}
     for number in range(8):
         flipped = values.clone()
         flipped[number] = -flipped[number]
         known.add(fingerprint(flipped))
-    known.add(fingerprint(values.flip(0)))
-    assert len(known) == 10 and fingerprint(values.clone()) in known
+    known |= {fingerprint(values.flip(0)), fingerprint(-values), fingerprint(values[:-1])}
+    assert len(known) == 12 and fingerprint(values.clone()) in known
+    assert fingerprint(torch.tensor([1.0, 2.0, -3.0])) != fingerprint(torch.tensor([-1.0, -2.0, 3.0]))
+
+
+def test_refreshed_masters_are_no_longer_those_of_the_state():
+    """Weights are exchanged and put back, as to evaluate averaged ones: the next update starts from them."""
+    model, optimizer = trained()
+    optimizer.load_state_dict(optimizer.state_dict())
+    weights = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+        optimizer.refresh_masters()
+        for p, weight in zip(model.parameters(), weights, strict=True):
+            p.copy_(weight)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    go_on(model, optimizer, [3])
+    assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), weights, strict=True))
+    state = optimizer.state_dict()["state"]
+    assert all(torch.equal(state[n]["master"], weight.float()) for n, weight in enumerate(weights))
+    optimizer.close()
 
 
 def changed(state, number=0, **values):
@@ -134,6 +154,9 @@ def test_states_of_other_optimizers():
         model, optimizer = trained(torch.float32)
         if message is None:
             optimizer.load_state_dict(other.state_dict())
+            assert set(optimizer.param_groups[0]) == {"params", "lr", "betas", "eps", "weight_decay"}
+            optimizer.param_groups[0]["weight_decay"] = 0.1
+            optimizer.load_state_dict(optimizer.state_dict())
             assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], other.state_dict()["state"][0]["exp_avg"])
         else:
             with pytest.raises(ValueError, match=message):

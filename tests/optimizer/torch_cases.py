@@ -25,3 +25,12 @@ def loss_of(model: nn.Module, step: int, scale: float = 1.0) -> torch.Tensor:
     dtype = next(model.parameters()).dtype
     x, y = batch(step, dtype)
     return nn.functional.cross_entropy(model(x).float() * scale, y)
+
+
+def groups_of(model: nn.Module) -> list[dict]:
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    return [
+        {"params": weights, "weight_decay": 0.1},
+        {"params": biases, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0},
+    ]
