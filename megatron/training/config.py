@@ -114,6 +114,11 @@ class TrainingConfig:
             "--grad-reduce-in-bf16 (with --bf16), train with --fp16, or use --offload-grad-wire fp32",
         )
         require(
+            not (self.parallel.ddp_average_in_collective and self.batch.calculate_per_token_loss),
+            "--ddp-average-in-collective would average what --calculate-per-token-loss divides by the tokens: give "
+            "only one of them",
+        )
+        require(
             self.checkpoint.save is not None or not self.logging.log_progress,
             "--log-progress writes SAVE/progress.txt: add --save or drop it",
         )
@@ -168,7 +173,7 @@ class TrainingConfig:
             f"--padded-vocab-size {padded} is not a multiple of --tensor-model-parallel-size {tensor}: "
             "change one of them",
         )
-        self.parallel.num_virtual_stages(self.model.num_layers)
+        self._check_virtual_stages()
         block = self.recompute.recompute_num_layers
         if self.recompute.recompute_method == "uniform" and block is not None:
             for layers in self._layers_of_chunks():
@@ -178,6 +183,27 @@ class TrainingConfig:
                     f"--recompute-num-layers {block}, which does not divide them: use a divisor, or "
                     "--recompute-method block",
                 )
+
+    def _check_virtual_stages(self) -> None:
+        """megatron-core's interleaved schedule looks at its micro-batches only in the step that has too few."""
+        if self.virtual_pipeline_model_parallel_size is None:
+            return
+        ranks = self.parallel.pipeline_model_parallel_size
+        group = self.parallel.microbatch_group_size_per_vp_stage or ranks
+        require(
+            group >= ranks,
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} is less than --pipeline-model-parallel-size "
+            f"{ranks}: raise it or drop it",
+        )
+        step = self.batch.micro_batch_size * self.data_parallel_size
+        for _, size in self.batch_phases:
+            count = size // step
+            require(
+                count >= group and not 0 < count % group < ranks,
+                f"a global batch of {size} is {count} x --micro-batch-size {self.batch.micro_batch_size} for each "
+                f"pipeline, which virtual stages run in groups of {group}: the last group must be whole or have at "
+                f"least {ranks}, change --global-batch-size (or its growth) or drop the virtual stages",
+            )
 
     def _layers_of_chunks(self) -> list[int]:
         """Return the layers of each model chunk, of all pipeline ranks in turn."""

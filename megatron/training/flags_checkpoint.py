@@ -33,6 +33,7 @@ _ALWAYS = (
     "rotary_base",
     "rotary_percent",
     "rotary_interleaved",
+    "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
     "rope_scaling_low_freq_factor",

@@ -56,6 +56,12 @@ def _position_flags(draft: Draft) -> None:
         draft.notes.append(
             f"--no-position-embedding: accepted, no effect because --position-embedding-type {kind} learns none"
         )
+    if draft.get("reset_position_ids") and kind in ("rope", "none"):
+        reason = "rope counts places in the sample" if kind == "rope" else "--position-embedding-type none learns none"
+        draft.notes.append(
+            f"--reset-position-ids: accepted, no effect because {reason}; use --reset-attention-mask to keep documents "
+            "apart"
+        )
 
 
 def _attention_flags(draft: Draft) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron.training.checkpointing_safety import load_index
 from megatron.training.conversion import cli
 from megatron.training.conversion.safetensors_file import Entry, split_into_files, write_file
 from tests.conversion import tiny_models
@@ -242,6 +243,66 @@ def test_damaged_checkpoint(capsys, converted, tmp_path):
     assert cli.main(words) == cli.EXIT_USAGE
     assert "holds no checkpoint" in capsys.readouterr().err
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
+
+
+def export_is_refused(capsys, ours, out):
+    """Export must fail with one sentence and leave nothing; returns the sentence."""
+    assert cli.main(["export", "--load", str(ours), "--hf-out", str(out)]) == cli.EXIT_USAGE
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert lines[-1].startswith("convert.py: error: ")
+    assert all(line.startswith("exporting: ") for line in lines[:-1])
+    assert not out.exists()
+    return lines[-1]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
+def test_flipped_bit(capsys, converted, tmp_path, name):
+    """One bit that turned on the disk is found by the checksums, wherever it is."""
+    ours = shutil.copytree(converted("llama2").ours, tmp_path / "ours")
+    path = ours / "release" / name
+    data = bytearray(path.read_bytes())
+    if name == "__0_0.distcp":
+        norm = load_file(sorted(converted("llama2").hf.glob("model-*"))[-1])["model.norm.weight"]
+        at = data.index(norm.numpy().tobytes())
+    else:
+        at = data.index(b"norm_epsilon" if name == "common.pt" else b"final_layernorm")
+    data[at] ^= 1
+    path.write_bytes(data)
+    message = export_is_refused(capsys, ours, tmp_path / "out")
+    assert f"{name} is damaged, its SHA-256 is" in message
+
+
+def test_checksums_that_miss_a_file(capsys, converted, tmp_path):
+    """Checksums that were cut short are no proof."""
+    ours = shutil.copytree(converted("llama2").ours, tmp_path / "ours")
+    sums = ours / "release" / "SHA256SUMS"
+    sums.write_text("".join(line for line in sums.read_text().splitlines(True) if "distcp" not in line))
+    assert "SHA256SUMS has no line for __0_0.distcp" in export_is_refused(capsys, ours, tmp_path / "out")
+
+
+@pytest.mark.parametrize("change", ["hole", "overlap"])
+def test_index_that_does_not_fill_a_tensor(capsys, converted, tmp_path, change):
+    """Elements that no file holds are not exported as whatever memory held, also without checksums."""
+    ours = shutil.copytree(converted("llama2").ours, tmp_path / "ours")
+    release = ours / "release"
+    (release / "SHA256SUMS").unlink()
+    index = load_index(release / ".metadata")
+    chunks = index.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks
+    if change == "hole":
+        del chunks[2]
+    else:
+        chunks.append(chunks[2])
+    (release / ".metadata").write_bytes(pickle.dumps(index))
+    count = 0 if change == "hole" else 2 * 64 * 96
+    expected = f"names {count} of 6144 elements of decoder.layers.mlp.linear_fc2.weight of layer 2"
+    assert expected in export_is_refused(capsys, ours, tmp_path / "out")
+
+
+def test_checkpoint_without_checksums(converted, tmp_path):
+    """Checkpoints of other programs have no checksums, and are exported."""
+    ours = shutil.copytree(converted("llama2").ours, tmp_path / "ours")
+    (ours / "release" / "SHA256SUMS").unlink()
+    assert cli.main(["export", "--load", str(ours), "--hf-out", str(tmp_path / "out")]) == cli.EXIT_GOOD
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron.training.arguments import build_config
 from megatron.training.checkpointing_layout import find_checkpoint
+from megatron.training.checkpointing_safety import checksum_lines, file_sha256, read_checksums
 from megatron.training.conversion import cli
 from megatron.training.conversion.exporter import OurModel, export_checkpoint
 from megatron.training.conversion.importer import import_checkpoint
@@ -199,7 +200,7 @@ def test_config_can_be_made_anew(converted, tmp_path, name):
     for path in (ours / "tokenizer").glob("*config.json"):
         if path.name != "tokenizer_config.json":
             path.unlink()
-    point_tokenizer_at(ours, ours / "tokenizer")
+    change_common(ours, tokenizer_model=str(ours / "tokenizer"))
     done = export_checkpoint(ours, tmp_path / "out")
     assert "no config.json" in done.notes[0]
     tokens = torch.randint(0, 101, (1, 90), generator=torch.Generator().manual_seed(1))
@@ -209,11 +210,78 @@ def test_config_can_be_made_anew(converted, tmp_path, name):
     assert (one - other).abs().max() / one.std() <= BOUND
 
 
-def point_tokenizer_at(ours, folder):
-    """Let a copied checkpoint name another tokenizer folder."""
-    common = torch.load(ours / "release" / "common.pt", weights_only=False)
-    common["args"].tokenizer_model = str(folder)
-    torch.save(common, ours / "release" / "common.pt")
+def change_common(ours, vocab_size=None, **args):
+    """Let a copied checkpoint keep other arguments and size of its tokenizer, with checksums that fit."""
+    path = ours / "release" / "common.pt"
+    common = torch.load(path, weights_only=False)
+    vars(common["args"]).update(args)
+    common["deep_offload"]["vocab_size"] = vocab_size
+    torch.save(common, path)
+    sums = read_checksums(ours / "release") | {path.name: file_sha256(path)}
+    (ours / "release" / "SHA256SUMS").write_bytes(checksum_lines(sums))
+
+
+def test_tokenizer_of_another_model(converted, tmp_path):
+    """A model that was born here may use another model's tokenizer: it gets its own config and that tokenizer."""
+    model, other = converted("llama2", DTYPES["llama2"]), converted("llama3", DTYPES["llama3"])
+    ours = copy_folder(model.ours, tmp_path / "ours")
+    change_common(ours, tokenizer_model=str(other.hf))
+    done = export_checkpoint(ours, tmp_path / "out")
+    assert "the model beside the tokenizer is another one" in done.notes[0]
+    assert "rotary_base 10000 and 500000" in done.notes[0]
+    raw = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert raw["rope_theta"] == 10000.0 and "rope_scaling" not in raw
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w3 w1").input_ids == [6, 4]
+
+
+def test_tokenizer_of_a_model_that_is_not_built(converted, tmp_path):
+    """The tokenizer's model may be of an architecture that is unknown here, or have more rows than these weights."""
+    model = converted("llama2", DTYPES["llama2"])
+    ours, other = copy_folder(model.ours, tmp_path / "ours"), copy_folder(model.hf, tmp_path / "hf")
+    change_common(ours, tokenizer_model=str(other), unpadded_vocab_size=None, vocab_size=101)
+    raw = json.loads((other / "config.json").read_text())
+    for number, changes in enumerate(({"architectures": ["GPT2LMHeadModel"]}, {"vocab_size": 512})):
+        (other / "config.json").write_text(json.dumps({**raw, **changes}))
+        note = export_checkpoint(ours, tmp_path / f"out{number}").notes[0]
+        assert ("GPT2LMHeadModel", "vocab_size of at most 128 and 512")[number] in note
+
+
+@pytest.mark.parametrize(
+    ("args", "activation"),
+    [
+        ({"bias_gelu_fusion": True, "use_cpu": False}, "gelu_fast"),
+        ({"bias_gelu_fusion": True, "use_cpu": True}, "gelu"),
+        ({"bias_gelu_fusion": False, "use_cpu": False}, "gelu"),
+        ({"openai_gelu": True}, "gelu_fast"),
+    ],
+)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_activation_is_the_one_that_trained(converted, tmp_path, args, activation, with_config):
+    """On GPUs a fused GELU is the tanh approximation: its checkpoint is not exported as one of the exact GELU."""
+    ours = copy_folder(converted("neox_exact", DTYPES["neox_exact"]).ours, tmp_path / "ours")
+    change_common(ours, tokenizer_model=str(ours / "tokenizer"), **args)
+    if not with_config:
+        (ours / "tokenizer" / "config.json").unlink()
+    done = export_checkpoint(ours, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["hidden_act"] == activation
+    is_guessed = "openai_gelu" not in args and activation == "gelu_fast"
+    assert any("hidden_act is gelu_fast" in note for note in done.notes) == is_guessed
+
+
+def test_padding_is_left_out(tmp_path):
+    """A vocabulary of 101 ids in 128 rows is exported with 101 where the checkpoint knows its tokenizer's size."""
+    hf = tiny_models.save(tiny_models.build("llama2", vocab_size=128), tmp_path / "hf")
+    import_checkpoint(hf, tmp_path / "ours")
+    (tmp_path / "ours" / "tokenizer" / "config.json").unlink()
+    change_common(tmp_path / "ours", unpadded_vocab_size=None)
+    assert export_checkpoint(tmp_path / "ours", tmp_path / "whole").num_tensors
+    change_common(tmp_path / "ours", unpadded_vocab_size=None, vocab_size=101)
+    export_checkpoint(tmp_path / "ours", tmp_path / "out")
+    whole, out = tensors_of(tmp_path / "whole"), tensors_of(tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert len(whole[name]) == 128 and torch.equal(out[name], whole[name][:101])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == 101
 
 
 def test_another_models_config_is_refused(converted, tmp_path):

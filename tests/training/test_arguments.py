@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.training import flags_rules
 from megatron.training.arguments import build_config, parse_args
+from megatron.training.config import ModelConfig
 from megatron.training.flags import all_flags, flags_by_name
 from megatron.training.flags_accepted import MAPPED, NO_EFFECT, ONLY
 from megatron.training.flags_dump import config_dump, notes_list, to_megatron_namespace
@@ -146,6 +148,7 @@ CONTRADICTIONS = [
     ("--tensor-model-parallel-size 4", "the world size 2 is not a multiple of --tensor-model-parallel-size 4 times"),
     ("--pipeline-model-parallel-size 2 --num-layers 3", "--num-layers 3 cannot be cut evenly into 2 pipeline ranks"),
     ("--num-layers-per-virtual-pipeline-stage 1", "virtual stages and an uneven split need"),
+    ("--ddp-average-in-collective --calculate-per-token-loss", "--ddp-average-in-collective would average what"),
     ("--offload-gpu-share 0.5", "--offload-gpu-share has a meaning only with --interleaved-offload"),
     ("--offload-num-slots 2", "--offload-num-slots has a meaning only with --interleaved-offload"),
     (f"{OFFLOAD} --offload-num-slots 0", "--offload-num-slots is 0, allowed are auto and whole numbers from 1"),
@@ -268,6 +271,21 @@ def test_megatron_changes_are_told():
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("rope", "rope counts places in the sample"),
+        ("none", "--position-embedding-type none learns none"),
+        ("learned_absolute", None),
+    ],
+)
+def test_positions_that_are_not_read(kind, reason):
+    """--reset-position-ids says that it changes nothing where megatron-core does not read the position ids."""
+    notes = config_of(f"--reset-position-ids --position-embedding-type {kind}").notes
+    note = f"--reset-position-ids: accepted, no effect because {reason}; use --reset-attention-mask to keep documents "
+    assert notes == (() if reason is None else (f"{note}apart",))
+
+
 def test_megatrons_offload_flags_become_ours():
     """Megatron names the offloaded part, ours is the part that stays."""
     offload = config_of("--optimizer-cpu-offload --optimizer-offload-fraction 0.75").offload
@@ -308,6 +326,69 @@ def test_checkpoint_args_fill_the_shape():
     assert (model.num_layers, model.hidden_size, model.seq_length, model.swiglu) == (6, 96, 32, True)
     assert model.norm_epsilon == 1e-6 and model.window_size == (15, 0) and config.lr.lr == 1e-3
     assert config.notes == ("--norm-epsilon: 1e-05 is replaced by the checkpoint's 1e-06",)
+
+
+# Another value than the default for each setting of a model that changes what its weights compute.
+OTHER_FUNCTION = {
+    "num_layers": 6,
+    "hidden_size": 128,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 96,
+    "ffn_hidden_size": 200,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 32,
+    "position_embedding_type": "rope",
+    "rotary_base": 500000,
+    "rotary_percent": 0.5,
+    "rotary_interleaved": True,
+    "rotary_seq_len_interpolation_factor": 4,
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 32.0,
+    "rope_scaling_low_freq_factor": 2.0,
+    "rope_scaling_high_freq_factor": 5.0,
+    "rope_scaling_original_max_position_embeddings": 64,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "apply_layernorm_1p": True,
+    "swiglu": True,
+    "squared_relu": True,
+    "openai_gelu": True,
+    "bias_gelu_fusion": False,
+    "parallel_residual": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": True,
+    "qk_layernorm": True,
+    "window_size": (15, 0),
+    "untie_embeddings_and_output_weights": True,
+    "apply_query_key_layer_scaling": True,
+}
+# The run's own: how long samples are, what is dropped, how weights start and are padded, which layers compute.
+OF_THE_RUN = {
+    "seq_length",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "make_vocab_size_divisible_by",
+    "transformer_impl",
+    "use_cpu_initialization",
+}
+
+
+def test_every_setting_of_the_model_is_named():
+    """A new setting of the model is either taken from a checkpoint, and tested below, or named as the run's own."""
+    assert {item.name for item in dataclasses.fields(ModelConfig)} == OTHER_FUNCTION.keys() | OF_THE_RUN
+
+
+@pytest.mark.parametrize("name", OTHER_FUNCTION)
+def test_checkpoint_args_give_the_function(name):
+    """--use-checkpoint-args gives every setting that changes what the weights compute."""
+    shape = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "vocab_size": 9}
+    needs = {"num_query_groups": {"group_query_attention": True}}
+    saved = shape | {"tokenizer_type": "NullTokenizer"} | needs.get(name, {}) | {name: OTHER_FUNCTION[name]}
+    words = "--micro-batch-size 2 --train-iters 5 --lr 1e-3 --mock-data --use-checkpoint-args --load d"
+    config = build_config(words.split(), read_checkpoint_args=lambda checkpoint: saved)
+    assert getattr(config.model, name) == OTHER_FUNCTION[name]
 
 
 def test_namespace_round_trip():

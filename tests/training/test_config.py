@@ -203,10 +203,41 @@ def test_blocks_of_recomputation_divide_a_chunk(block, parallel, layers):
     """Uniform blocks that leave layers over are refused with both numbers; megatron-core would run out of layers."""
     shape = ParallelConfig(**parallel)
     uniform = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=block)
-    world = {"parallel": shape, "world_size": shape.pipeline_model_parallel_size}
+    batch = BatchConfig(micro_batch_size=1, global_batch_size=4, train_iters=10)
+    world = {"parallel": shape, "world_size": shape.pipeline_model_parallel_size, "batch": batch}
     with pytest.raises(ValueError, match=f"the {layers} layers of a model chunk into blocks of .* {block}, which does"):
         training(recompute=uniform, **world)
     training(recompute=dataclasses.replace(uniform, recompute_method="block"), **world)
+
+
+@pytest.mark.parametrize(
+    ("group", "batch", "words"),
+    [
+        (None, {"global_batch_size": 4}, None),
+        (None, {"global_batch_size": 2}, "a global batch of 2 is 1 x --micro-batch-size 1 for each pipeline"),
+        (None, {}, "a global batch of 2 is 1 x"),
+        (None, {"global_batch_size": 6}, "a global batch of 6 is 3 x"),
+        (3, {"global_batch_size": 10}, None),
+        (3, {"global_batch_size": 8}, "a global batch of 8 is 4 x .* in groups of 3"),
+        (4, {"global_batch_size": 4}, "a global batch of 4 is 2 x .* in groups of 4"),
+        (1, {"global_batch_size": 4}, "--microbatch-group-size-per-virtual-pipeline-stage 1 is less than"),
+        (None, {"global_batch_size": 12, "rampup_batch_size": (4, 4, 60)}, None),
+        (None, {"global_batch_size": 8, "rampup_batch_size": (4, 2, 60)}, "a global batch of 6 is 3 x"),
+    ],
+)
+def test_virtual_stages_have_their_micro_batches(group, batch, words):
+    """Every phase of the batch must suit the interleaved schedule, as megatron-core's own checks in a step want it."""
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=2,
+        num_layers_per_virtual_pipeline_stage=1,
+        microbatch_group_size_per_vp_stage=group,
+    )
+    given = {"parallel": parallel, "world_size": 4, "batch": BatchConfig(micro_batch_size=1, train_iters=10, **batch)}
+    if words is None:
+        assert training(**given).virtual_pipeline_model_parallel_size == 2
+        return
+    with pytest.raises(ValueError, match=words):
+        training(**given)
 
 
 def test_interleaved_sends_between_two_ranks_must_overlap():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from megatron.training.checkpointing_format import BoxWriter, CheckpointReader
-from megatron.training.checkpointing_layout import COMMON, CONFIG, METADATA
-from megatron.training.checkpointing_safety import load_checked
-from megatron.training.checkpointing_save import write_common
+from megatron.training.checkpointing_layout import CHECKSUMS, COMMON, CONFIG, METADATA
+from megatron.training.checkpointing_safety import load_checked, read_checksums, verify_file
+from megatron.training.checkpointing_save import NUM_FILES, write_common
 from megatron.training.conversion.ahead import one_ahead
 
 
@@ -71,6 +72,24 @@ class LayerReader:
         self._reader = CheckpointReader(folder)
         self._tensors = self._reader.tensors()
 
+    def verify(self) -> None:
+        """Check the files of the tensors, the index and the rest against the checksums, if the checkpoint has them.
+
+        Raises ValueError, one sentence, naming a damaged file.
+        """
+        sums = read_checksums(self.folder)
+        if sums is None:
+            return
+        names = sorted({*self._reader.files(), COMMON, METADATA})
+        unknown = [name for name in names if name not in sums]
+        if unknown:
+            raise ValueError(f"{self.folder / CHECKSUMS} has no line for {unknown[0]}: give another checkpoint")
+        with ThreadPoolExecutor(NUM_FILES) as threads:
+            found = threads.map(lambda name: verify_file(self.folder, name, sums[name]), names)
+            wrong = next(filter(None, found), None)
+        if wrong is not None:
+            raise ValueError(wrong)
+
     def keys(self) -> list[str]:
         """Return the names of all tensors, optimizer state included."""
         return sorted(self._tensors)
@@ -91,7 +110,10 @@ class LayerReader:
         return tuple(entry.size)[int(has_layers) :], entry.properties.dtype
 
     def read(self, key: str, layer: int | None = None, num_rows: int | None = None) -> torch.Tensor:
-        """Return a tensor; num_rows: only that many first rows, which must exist."""
+        """Return a tensor; num_rows: only that many first rows, which must exist.
+
+        Raises ValueError, one sentence, unless the index names each of its elements once.
+        """
         stored, has_layers = self._find(key, layer)
         shape, dtype = self.info(key, layer)
         if num_rows is not None:
@@ -99,8 +121,16 @@ class LayerReader:
         out = torch.empty(shape, dtype=dtype)
         target = out.unsqueeze(0) if has_layers else out
         offset = (layer or 0, *(0 for _ in shape)) if has_layers else (0,) * len(shape)
+        filled = 0
         for where, values in self._reader.read(stored, offset, tuple(target.shape)):
             target[where].copy_(values)
+            filled += values.numel()
+        if filled != out.numel():
+            of_layer = "" if layer is None else f" of layer {layer}"
+            raise ValueError(
+                f"{self.folder / METADATA} names {filled} of {out.numel()} elements of {key}{of_layer}: it has gaps or "
+                "boxes that overlap, give another checkpoint"
+            )
         return out
 
     def common(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ from megatron.training.conversion.hf_config import HFConfig
 from megatron.training.conversion.model_args import differences
 
 
-def describe_model(model: ModelConfig, args: Mapping[str, Any], where: Path) -> tuple[HFConfig, str]:
-    """Return the config and its text. Raises ValueError where no known architecture computes the same function."""
-    rows = args.get("unpadded_vocab_size") or args.get("padded_vocab_size")
+def describe_model(model: ModelConfig, rows: int | None, where: Path) -> tuple[HFConfig, str]:
+    """Return the config and its text. rows: of the vocabulary without padding, None if the checkpoint does not know.
+
+    Raises ValueError where no known architecture computes the same function.
+    """
     if rows is None:
         raise ValueError(f"{where} keeps no size of its vocabulary: name the folder of its original with --hf")
     raw = _neox(model) if model.parallel_residual or model.normalization == "LayerNorm" else _llama_like(model)
     raw.update(
-        vocab_size=int(rows),
+        vocab_size=rows,
         hidden_size=model.hidden_size,
         intermediate_size=model.ffn_hidden_size,
         num_hidden_layers=model.num_layers,

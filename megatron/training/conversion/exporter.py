@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron.training.checkpointing_save import OUR_KEY
 from megatron.training.config import ModelConfig
 from megatron.training.conversion.architectures import Architecture, architecture_of, heads_of
 from megatron.training.conversion.dist_checkpoint import LayerReader
@@ -21,7 +23,7 @@ from megatron.training.conversion.folder import (
     whole_or_nothing,
 )
 from megatron.training.conversion.hf_config import CONFIG_FILE, HFConfig, read_config
-from megatron.training.conversion.model_args import differences, model_of
+from megatron.training.conversion.model_args import differences, fuses_gelu, model_of
 from megatron.training.conversion.progress import ByteProgress
 from megatron.training.conversion.safetensors_file import (
     DEFAULT_SHARD_BYTES,
@@ -52,12 +54,14 @@ class Template:
     """What the exported config is: the file of the original model, or one that describes the checkpoint.
 
     side_files: folder with tokenizer and generation config, None where there is none.
+    is_original: whether the folder is the original model's, whose generation config goes with the weights.
     """
 
     config: HFConfig
     text: str
     architecture: Architecture
     side_files: Path | None
+    is_original: bool
     notes: tuple[str, ...]
 
 
@@ -69,14 +73,16 @@ class OurModel:
 
         architecture: instead of the registry's.
 
-        Raises ValueError, one sentence, for a checkpoint that is incomplete or is not that model.
+        Raises ValueError, one sentence, for a checkpoint that is incomplete, damaged or not that model.
         """
         self.folder = checkpoint_folder(load)
         self.reader = LayerReader(self.folder)
+        self.reader.verify()
         common = self.reader.common()
         self.args: dict[str, Any] = vars(common["args"]) if "args" in common else {}
         self.model: ModelConfig = model_of(self.args, self.folder)
-        self.template = find_template(self.model, self.args, self.folder, hf, architecture)
+        vocab_size = common.get(OUR_KEY, {}).get("vocab_size")
+        self.template = find_template(self.model, self.args, self.folder, hf, architecture, vocab_size)
         self.vocab_rows = int(self.template.config.get("vocab_size"))
         self.rules: tuple[Rule, ...] = self.template.architecture.rules(self.model, self.vocab_rows)
         self.dtype = self._check()
@@ -108,31 +114,53 @@ class OurModel:
 
 
 def find_template(
-    model: ModelConfig, args: dict[str, Any], folder: Path, hf: Path | None, architecture: Architecture | None
+    model: ModelConfig,
+    args: Mapping[str, Any],
+    folder: Path,
+    hf: Path | None,
+    architecture: Architecture | None,
+    vocab_size: int | None = None,
 ) -> Template:
-    """Return the config to export with: of `hf`, of the tokenizer's folder, or one made from the arguments."""
+    """Return the config to export with: of `hf`, of the tokenizer's folder, or one made from the arguments.
+
+    vocab_size: ids of the tokenizer that trained, None where the checkpoint does not know.
+    """
+    if hf is not None:
+        return _original(model, args, folder, hf, architecture)
     named = args.get("tokenizer_model")
     beside = Path(named) if named and Path(named).is_dir() else None
-    source = hf or (beside if beside is not None and (beside / CONFIG_FILE).is_file() else None)
-    if source is None:
-        config, text = describe_model(model, args, folder)
-        note = "no config.json of an original model was found: one that describes the checkpoint is written"
-        return Template(config, text, architecture_of(config.architecture, str(folder)), beside, (note,))
+    reason = "no config.json of an original model was found"
+    if beside is not None and (beside / CONFIG_FILE).is_file():
+        try:
+            return _original(model, args, folder, beside, architecture)
+        except ValueError as error:  # a model that was born here may use the tokenizer of any other
+            reason = f"the model beside the tokenizer is another one ({error})"
+    rows = args.get("unpadded_vocab_size") or vocab_size or args.get("padded_vocab_size")
+    config, text = describe_model(model, rows, folder)
+    known = architecture_of(config.architecture, str(folder))
+    notes = (f"{reason}: a config that describes the checkpoint is written",)
+    return Template(config, text, known, beside, False, notes)
+
+
+def _original(
+    model: ModelConfig, args: Mapping[str, Any], folder: Path, source: Path, architecture: Architecture | None
+) -> Template:
+    """Return the config of a HuggingFace folder. Raises ValueError, one sentence, where that is another model."""
     config = read_config(source)
     known = architecture or architecture_of(config.architecture, str(source))
     different = differences(model, known.model(config))
+    rows, theirs = args.get("unpadded_vocab_size"), config.get("vocab_size")
+    padded = args.get("padded_vocab_size")
+    if rows not in (None, theirs):
+        different.append(f"vocab_size {rows} and {theirs}")
+    elif padded is not None and padded < theirs:
+        different.append(f"vocab_size of at most {padded} and {theirs}")
     if different:
         raise ValueError(
             f"{folder} is not the model of {source}/{CONFIG_FILE}, they differ in {'; '.join(different)}: name the "
             "folder of its original with --hf"
         )
-    rows = args.get("unpadded_vocab_size")
-    if rows is not None and rows != config.get("vocab_size"):
-        raise ValueError(
-            f"{folder} has {rows} vocabulary rows, {source}/{CONFIG_FILE} says {config.get('vocab_size')}: name the "
-            "folder of its original with --hf"
-        )
-    return Template(config, (source / CONFIG_FILE).read_text(encoding="utf-8"), known, source, ())
+    return Template(config, (source / CONFIG_FILE).read_text(encoding="utf-8"), known, source, True, ())
 
 
 def export_checkpoint(
@@ -166,7 +194,7 @@ def export_checkpoint(
         if len(files) > 1:
             write_index(partial, dict(zip(names, files)))
         (partial / CONFIG_FILE).write_text(_config_text(ours), encoding="utf-8")
-        notes = ours.template.notes + _copy_side_files(ours.template.side_files, partial)
+        notes = ours.template.notes + _activation_notes(ours) + _copy_side_files(ours.template, partial)
     return Exported(
         architecture=ours.template.architecture.name,
         dtype=ours.dtype,
@@ -186,7 +214,19 @@ def _config_text(ours: OurModel) -> str:
     return json.dumps({**raw, name: dtype}, indent=2) + "\n"
 
 
-def _copy_side_files(source: Path | None, target: Path) -> tuple[str, ...]:
+def _activation_notes(ours: OurModel) -> tuple[str, ...]:
+    """Say what was taken for granted, since no checkpoint keeps the device that it was trained on."""
+    if not fuses_gelu(ours.args):
+        return ()
+    name = ours.template.config.get("hidden_act")
+    return (
+        f"hidden_act is {name}, the tanh approximation that the fused GELU of GPUs computes: write gelu into "
+        f"{CONFIG_FILE} if the model was trained on CPUs without --use-cpu",
+    )
+
+
+def _copy_side_files(template: Template, target: Path) -> tuple[str, ...]:
+    source = template.side_files
     try:
         files = tokenizer_files(source) if source is not None else []
     except ValueError:
@@ -196,6 +236,6 @@ def _copy_side_files(source: Path | None, target: Path) -> tuple[str, ...]:
             shutil.copytree(path, target / path.name)
         else:
             shutil.copyfile(path, target / path.name)
-    if source is not None and (source / GENERATION_FILE).is_file():
+    if source is not None and template.is_original and (source / GENERATION_FILE).is_file():
         shutil.copyfile(source / GENERATION_FILE, target / GENERATION_FILE)
     return () if files else ("no tokenizer was found: copy its files beside the weights",)

@@ -115,14 +115,28 @@ def training_config(
     ).with_vocab(vocab_rows)
 
 
+def fuses_gelu(args: Mapping[str, Any]) -> bool:
+    """Whether training with a checkpoint's arguments fused GELU with its bias, where no one said that CPUs trained."""
+    others = ("swiglu", "squared_relu", "openai_gelu", "use_cpu")
+    return (
+        bool(args.get("bias_gelu_fusion", True))
+        and bool(args.get("add_bias_linear", True))
+        and not any(args.get(name) for name in others)
+    )
+
+
 def model_of(args: Mapping[str, Any], where: Path) -> ModelConfig:
-    """Return the model that a checkpoint's arguments describe. Raises ValueError where they do not."""
+    """Return the model that a checkpoint's arguments describe. Raises ValueError where they do not.
+
+    GELU is the tanh approximation (openai_gelu) also where only the fusion on GPUs made it that.
+    """
     needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     missing = [name for name in needed if args.get(name) is None]
     if missing:
         raise ValueError(f"{where} keeps no {', '.join(missing)} of its model: save it again with this program")
     known = {item.name: args[item.name] for item in fields(ModelConfig) if item.name in args}
     window = known.get("window_size")
+    known["openai_gelu"] = bool(args.get("openai_gelu")) or fuses_gelu(args)
     return ModelConfig(**{**known, "window_size": None if window is None else tuple(window)})
 
 
