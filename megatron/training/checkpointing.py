@@ -35,7 +35,8 @@ from megatron.training.checkpointing_status import (
     memory_figures,
     write_status,
 )
-from megatron.training.config import CheckpointConfig, DataConfig
+from megatron.training.config import CheckpointConfig, TrainingConfig
+from megatron.training.data import valid_position
 from megatron.training.exit_codes import DISAMBIGUATE, FINISHED, code_of
 from megatron.training.rerun import Suspect, Verdict
 
@@ -183,7 +184,11 @@ class Checkpoints:
             "consumed_train_samples": state.consumed_train_samples,
             "consumed_valid_samples": state.consumed_valid_samples,
         }
-        ours = {"data": describe_data(trainer.config.data), "vocab_size": self._vocab_size}
+        ours = {
+            "data": describe_data(trainer.config),
+            "epochs": list(trainer.epochs),
+            "vocab_size": self._vocab_size,
+        }
         if trainer.rerun is not None and trainer.rerun.suspect is not None:
             ours["rerun"] = trainer.rerun.suspect.as_dict()
         with_optimizer = not self._config.no_save_optim
@@ -331,9 +336,13 @@ class Checkpoints:
         saved = {name: ours.get(name, getattr(args, name, None)) for name in _PROGRESS}
         consumed, valid = (saved[name] for name in _PROGRESS)
         state.consumed_train_samples = default if consumed is None else int(consumed)
-        state.consumed_valid_samples = 0 if valid is None else int(valid)
         lines.append(f"going on after iteration {state.iteration}, {state.consumed_train_samples} samples")
-        lines += changed_data(ours.get("data"), describe_data(trainer.config.data))
+        had = 0 if valid is None else int(valid)
+        state.consumed_valid_samples = valid_position(trainer.config, state.iteration, had)
+        if state.consumed_valid_samples != had and trainer.config.logging.eval_iters > 0:
+            lines.append(f"validation starts at its first sample again, not after the {had} that were read")
+        lines += changed_data(ours.get("data"), describe_data(trainer.config))
+        trainer.epochs = tuple(ours.get("epochs", ()))
         if ours.get("rerun"):
             suspect = Suspect.of(ours["rerun"])
             what = f"was saved because of iteration {suspect.iteration}: {suspect.what}, on {suspect.names()}"
@@ -361,7 +370,11 @@ class Checkpoints:
 _PROGRESS = ("consumed_train_samples", "consumed_valid_samples")
 
 
-def describe_data(data: DataConfig) -> dict[str, Any]:
+# Settings beside the data's names; checkpoints of before lack them, and then nothing is known to have changed.
+_ORDER = ("seed", "seq_length", "dataloader_type", "sft")
+
+
+def describe_data(config: TrainingConfig) -> dict[str, Any]:
     """Return what decides which sample comes when, to be compared at a resume."""
     names = (
         "data_path",
@@ -372,8 +385,11 @@ def describe_data(data: DataConfig) -> dict[str, Any]:
         "split",
         "mock_data",
     )
+    data = config.data
     values = {name: getattr(data, name, None) for name in names}
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v}
+    named = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v}
+    order = (config.lifecycle.seed, config.model.seq_length, data.dataloader_type, data.sft)
+    return named | dict(zip(_ORDER, order))
 
 
 def changed_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
@@ -382,6 +398,8 @@ def changed_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> list[str]
         return []
     lines = []
     for name in sorted(saved.keys() | now.keys()):
+        if name in _ORDER and name not in saved:
+            continue
         if saved.get(name) != now.get(name):
             flag = "--" + name.replace("_", "-")
             lines.append(
@@ -392,7 +410,9 @@ def changed_data(saved: dict[str, Any] | None, now: dict[str, Any]) -> list[str]
 
 
 def _words(value: Any) -> str:
-    return "not given" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if value is None or isinstance(value, bool):
+        return "given" if value else "not given"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def saved_settings(config: CheckpointConfig) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 
 from megatron.training.batch import BatchShape
 from megatron.training.config import DataConfig, TrainingConfig
-from megatron.training.data_cache import cache_folders, remove_broken
+from megatron.training.data_cache import cache_folders, content_stamp, remove_broken
 from megatron.training.data_check import NAMES, DataReport, Wanted, check_split, check_whole
 from megatron.training.datasets.blend import Blend, parse_data_path
 from megatron.training.samplers import SequentialBatches, ShuffledBatches
@@ -67,10 +67,44 @@ def tokenizer_of(data: DataConfig) -> Tokenizer:
 
 def num_samples_per_split(config: TrainingConfig) -> Wanted:
     """Return the samples that training, all its evaluations, and the test at the end take."""
-    per_evaluation = config.logging.eval_iters * config.batch.global_batch_size
+    per_evaluation = samples_per_evaluation(config)
     num_evaluations = config.num_iterations // config.logging.eval_interval + 1 + config.logging.eval_at_start
     training = 0 if config.lifecycle.skip_train else config.num_samples
     return training, num_evaluations * per_evaluation, per_evaluation
+
+
+def samples_per_evaluation(config: TrainingConfig) -> int:
+    """Return the samples that one evaluation takes."""
+    return config.logging.eval_iters * config.batch.global_batch_size
+
+
+def valid_position(config: TrainingConfig, iteration: int, consumed_samples: int) -> int:
+    """Return the validation sample at which a run goes on that resumes after `iteration`: `consumed_samples` or 0.
+
+    It is 0 where the validation data of this run would end before its last evaluation: an earlier run evaluated more
+    often, or the run is done and only evaluates once more. It is the same on all ranks.
+    """
+    if config.lifecycle.skip_train:
+        return 0
+    interval = config.logging.eval_interval
+    num_left = config.num_iterations // interval - iteration // interval
+    needed = (max(num_left, 0) + 1) * samples_per_evaluation(config)
+    return consumed_samples if consumed_samples + needed <= num_samples_per_split(config)[1] else 0
+
+
+def changed_epochs(saved: Sequence[int], source: DataSource) -> list[str]:
+    """Return a line if training sources are repeated more or less often than `saved`, a checkpoint's passes, says.
+
+    All passes over a source are shuffled together, so their number decides which sample comes when.
+    """
+    now = source.report.epochs
+    if len(saved) != len(now) or tuple(saved) == now:
+        return []
+    was, is_ = (", ".join(map(str, numbers)) for numbers in (saved, now))
+    return [
+        f"WARNING: training shuffled {was} passes over its data and now shuffles {is_}, as it has another number of "
+        "samples: samples that were seen may come again and others never"
+    ]
 
 
 def check_data(config: TrainingConfig) -> DataSource:
@@ -193,7 +227,7 @@ def _build_datasets(
         num_dataset_builder_threads=data.num_dataset_builder_threads,
         path_to_cache=data.data_cache_path,
         mmap_bin_files=data.mmap_bin_files,
-        tokenizer=tokenizer,  # type: ignore[arg-type] # it is used through the attributes that ours have
+        tokenizer=_with_stamps(tokenizer, source.prefixes),  # type: ignore[arg-type] # its three attributes are used
         # Positions and masks follow from the tokens and are made on the device: see batch.py.
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -220,6 +254,25 @@ def _build_datasets(
             if isinstance(error.__cause__, OSError):
                 raise _cache_error(data, error.__cause__) from None
             raise
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizerKey:
+    """What megatron-core's datasets read of a tokenizer; `unique_identifiers` goes into the key of index caches."""
+
+    vocab_size: int
+    eod: int
+    unique_identifiers: Mapping[str, object]
+
+
+def _with_stamps(tokenizer: Tokenizer, prefixes: Sequence[str]) -> _TokenizerKey:
+    """Return the tokenizer's key with the data's in it.
+
+    megatron-core's own key has the path of the data alone: a dataset written anew under its old prefix would be read
+    through the index of the old one, which lacks documents or points behind the end.
+    """
+    identifiers = {**tokenizer.unique_identifiers, "data": [content_stamp(prefix) for prefix in prefixes]}
+    return _TokenizerKey(tokenizer.vocab_size, tokenizer.eod, identifiers)
 
 
 def _core_blend(blend: Blend | None) -> tuple[list[str], list[float] | None] | None:

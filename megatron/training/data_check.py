@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.training.datasets.blend import Blend, parse_split, split_ranges, suggest_split
+from megatron.training.datasets.blend import (
+    Blend,
+    parse_split,
+    samples_of_source,
+    split_ranges,
+    suggest_split,
+    whole_epochs,
+)
 from megatron.training.datasets.check import check_prefix, read_lengths
 
 NAMES = ("training", "validation", "test")
@@ -27,11 +34,16 @@ class SplitSize:
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """num_samples: what is left to build of what is wanted; `lines` describe the splits, `notes` what stays empty."""
+    """num_samples: what is left to build of what is wanted; `lines` describe the splits, `notes` what stays empty.
+
+    `epochs`: the passes over each training source that are shuffled for `num_samples`; empty where that is one in
+    any case.
+    """
 
     num_samples: Wanted
     lines: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    epochs: tuple[int, ...] = ()
 
 
 def check_split(blend: Blend, split: str, wanted: Wanted, seq_length: int) -> DataReport:
@@ -67,7 +79,8 @@ def check_split(blend: Blend, split: str, wanted: Wanted, seq_length: int) -> Da
     if wanted[2] and empty[2]:
         notes.append(f"--split {split} leaves no token for the test of {', '.join(empty[2][:3])}: no test at the end.")
         wanted = (wanted[0], wanted[1], 0)
-    return DataReport(wanted, _describe(sizes, wanted, seq_length), tuple(notes))
+    epochs = _epochs(blend, sizes[0], wanted[0], seq_length)
+    return DataReport(wanted, _describe(sizes, wanted, seq_length), tuple(notes), epochs)
 
 
 def check_whole(blends: Sequence[Blend | None], wanted: Wanted, seq_length: int) -> DataReport:
@@ -78,7 +91,18 @@ def check_whole(blends: Sequence[Blend | None], wanted: Wanted, seq_length: int)
         sizes.append([SplitSize(prefix.num_sequences, prefix.num_tokens) for prefix in prefixes])
     first, second, third = (count if blend is not None else 0 for blend, count in zip(blends, wanted))
     kept = (first, second, third)
-    return DataReport(kept, _describe(sizes, kept, seq_length))
+    epochs = _epochs(blends[0], sizes[0], kept[0], seq_length)
+    return DataReport(kept, _describe(sizes, kept, seq_length), epochs=epochs)
+
+
+def _epochs(blend: Blend | None, sizes: Sequence[SplitSize], num_samples: int, seq_length: int) -> tuple[int, ...]:
+    is_one_pass = blend is not None and blend.weights is None and len(blend.prefixes) > 1
+    if blend is None or is_one_pass or num_samples == 0:
+        return ()
+    return tuple(
+        whole_epochs(samples_of_source(num_samples, blend, index), seq_length, size.num_tokens)
+        for index, size in enumerate(sizes)
+    )
 
 
 def _describe(sizes: Sequence[Sequence[SplitSize]], wanted: Wanted, seq_length: int) -> tuple[str, ...]:

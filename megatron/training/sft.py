@@ -7,6 +7,7 @@ counts what the assistant says. Chats of one sample do not attend to each other:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
 from megatron.training.config import TrainingConfig
 from megatron.training.data_check import NAMES, Wanted
@@ -53,7 +55,8 @@ def read_chats(paths: Sequence[str]) -> list[Chat]:
     chats = []
     for path in paths:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            # Not splitlines: it also ends lines at characters that JSON allows in a text, such as U+2028.
+            lines = Path(path).read_bytes().decode("utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
             raise ValueError(f"--sft reads chats from {path}, which cannot be read: {reason}") from None
@@ -97,27 +100,40 @@ class ChatEncoder:
     def encode(self, chat: Chat) -> EncodedChat:
         """Return tokens and targets: all that the template writes for a message of the assistant, its end included."""
         messages = list(chat.messages)
-        text = self._render(messages)
+        text = self._render(messages, chat.place)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         is_target = [False] * len(encoded["input_ids"])
         for number, message in enumerate(messages):
             if message["role"] != _ASSISTANT:
                 continue
-            start = self._length(messages[:number], text, chat.place, asks=True)
+            if number == 0:
+                start = self._first_words(message, text, chat.place)
+            else:
+                start = self._length(messages[:number], text, chat.place, asks=True)
             end = self._length(messages[: number + 1], text, chat.place, asks=False)
             for place, (first, last) in enumerate(encoded["offset_mapping"]):
                 is_target[place] |= start <= first < end and last > first
         return EncodedChat(list(encoded["input_ids"]), is_target)
 
-    def _render(self, messages: list[Message], asks: bool = False) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+    def _render(self, messages: list[Message], place: str, asks: bool = False) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=asks)
+        except (TemplateError, ValueError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"{place}: the chat template refuses this chat ({roles}): {error}") from None
+
+    def _first_words(self, message: Message, text: str, place: str) -> int:
+        """Return where an answer that stands first begins in the whole: behind what does not depend on its words.
+
+        There is no chat before it whose length could be taken: transformers and many templates refuse an empty one.
+        """
+        other = {**message, "content": "b" if message["content"].lstrip()[:1] == "a" else "a"}
+        prompt = os.path.commonprefix([self._render([message], place), self._render([other], place)])
+        return len(prompt) if text.startswith(prompt) else 0
 
     def _length(self, messages: list[Message], text: str, place: str, asks: bool) -> int:
         """Return the characters that a part of the chat takes at the start of the whole."""
-        if not messages:
-            part = self._render([], asks) if text.startswith(self._render([], asks)) else ""
-        else:
-            part = self._render(messages, asks)
+        part = self._render(messages, place, asks)
         if not text.startswith(part):
             raise ValueError(
                 f"{place}: the chat template writes earlier messages differently once later ones follow, so what the "

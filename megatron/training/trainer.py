@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from deep_offload.optimizer.megatron import DeepOffloadOptimizer
 from deep_offload.optimizer.small_copies import read
 from megatron.training.config import TrainingConfig
-from megatron.training.data import DataSource, TrainingData
+from megatron.training.data import DataSource, TrainingData, changed_epochs
 from megatron.training.evaluation import evaluate, evaluation_lines, settled_parameters
 from megatron.training.flops import flops_per_step
 from megatron.training.host_memory import describe, read_host_memory
@@ -87,6 +87,8 @@ class Trainer:
     # progress
     state: TrainState
     stop_reason: str | None
+    epochs: tuple[int, ...]
+    """Passes over each training source (see DataReport): a loaded checkpoint's until `use`, then this run's."""
 
     def __init__(
         self,
@@ -103,7 +105,7 @@ class Trainer:
         """report: prints a line on every rank it is called on. postmortem: is told of steps that are not finite."""
         self.config, self.ranks, self.device = config, ranks, device
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        self.state, self.stop_reason = TrainState(), None
+        self.state, self.stop_reason, self.epochs = TrainState(), None, ()
         self._checkpointing = checkpointing
         self._postmortem = postmortem
         # What goes to a terminal beside log lines: drawn by the rank that prints those.
@@ -132,7 +134,9 @@ class Trainer:
 
     def use(self, data: TrainingData, source: DataSource) -> None:
         """Take the data, which is built after a checkpoint has said where to go on."""
-        self.data = data
+        for line in changed_epochs(self.epochs, source):
+            self._say_first(f"> {line}")
+        self.data, self.epochs = data, source.report.epochs
         self._forward = ForwardStep(data.shape, self.device)
         self._evaluates = source.num_samples[1] > 0
         self._tests = source.num_samples[2] > 0

@@ -7,6 +7,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
 
+from megatron.training.checkpointing import changed_data
 from tests.checkpoint.cases import MODEL, OFFLOAD, VOCAB, Run, load, train, words
 from tests.rank_pool import RankFailure
 
@@ -82,6 +83,38 @@ def test_a_changed_blend_is_reported(pool, blend, tmp_path):
     other = [word.replace("0.3", "0.4") for word in argv]
     changed = pool.run(load, other, ranks=1)[0]["lines"]
     assert len([line for line in changed if "--data-path was" in line]) == 1
+
+
+def test_another_order_of_the_data_is_reported(pool, blend, tmp_path):
+    """A resume with another seed, loader or number of passes over a source says so; the same run says nothing."""
+    argv = [*_flags(OFFLOAD, blend, tmp_path), "--lr-decay-iters", "20"]
+    pool.run(train, [*argv, "--save", str(tmp_path / "save"), "--exit-interval", "1"], ranks=1)
+    argv += ["--load", str(tmp_path / "save")]
+    assert not [line for line in pool.run(load, argv, ranks=1)[0]["lines"] if "WARNING" in line]
+    other = [*argv, *words("--seed 7 --dataloader-type cyclic --train-iters 200")]
+    told = [line for line in pool.run(load, other, ranks=1)[0]["lines"] if "WARNING" in line]
+    assert len(told) == 3
+    assert "--dataloader-type was single and is cyclic" in told[0]
+    assert "--seed was 1234 and is 7" in told[1]
+    assert "training shuffled 1, 1, 1 passes over its data and now shuffles 3, 2, 2" in told[2]
+
+
+def test_an_older_checkpoint_is_not_said_to_have_another_order():
+    """A checkpoint that does not say its seed, sequence length, loader or --sft differs in none of them."""
+    now = {"split": "9,1,0", "seed": 1, "seq_length": 8, "dataloader_type": "single", "sft": True}
+    assert changed_data({"split": "9,1,0"}, now) == []
+    [line] = changed_data(now | {"sft": False}, now)
+    assert "--sft was not given and is given" in line
+
+
+def test_validation_starts_again_where_its_data_ends(pool, blend, tmp_path):
+    """A finished run that is started once more evaluates on the first samples, with a line, not behind the last."""
+    argv = _flags(f"{OFFLOAD} --eval-interval 2", blend, tmp_path)
+    argv += words(f"--train-iters 4 --lr-decay-iters 20 --save {tmp_path / 'save'}")
+    pool.run(_to_the_end, argv, ranks=1)
+    lines = pool.run(_to_the_end, [*argv, "--load", str(tmp_path / "save")], ranks=1)[0]
+    assert any("validation starts at its first sample again, not after the 12 that were read" in line for line in lines)
+    assert any("validation loss at iteration 4 on validation set" in line for line in lines)
 
 
 def test_another_dropout_sequence_is_noticed(pool, blend, tmp_path):

@@ -196,6 +196,17 @@ def test_bad_lines_are_named(file, line, message):
         read_chats([str(file)])
 
 
+def test_lines_end_at_line_feeds_alone(tmp_path):
+    """Characters that Python calls line ends may stand in a text as they are; a carriage return before the end may."""
+    path = tmp_path / "chats.jsonl"
+    content = "a\u2028b\u2029c\x85d"
+    line = json.dumps({"messages": [{"role": "assistant", "content": content}]}, ensure_ascii=False)
+    path.write_bytes(f"{line}\r\n\r\n{line}\n".encode())
+    read = read_chats([str(path)])
+    assert [chat.messages[0]["content"] for chat in read] == [content] * 2
+    assert [chat.place for chat in read] == [f"{path} line 1", f"{path} line 3"]
+
+
 def test_settings_that_cannot_work(converted, file, tmp_path):
     """Another tokenizer, a missing template, a missing file and mock data are refused in one sentence."""
     ours = converted("llama3").ours
@@ -237,6 +248,35 @@ def test_template_that_rewrites_history(encoder, monkeypatch):
     messages = [{"role": role, "content": "w5"} for role in ("user", "assistant", "user", "assistant")]
     with pytest.raises(ValueError, match="writes earlier messages differently"):
         encoder.encode(Chat(tuple(messages), "chats.jsonl line 1"))
+
+
+@pytest.mark.parametrize("first", ["assistant", "system"])
+def test_chat_that_the_template_refuses_is_named(encoder, monkeypatch, first):
+    """A template that wants other roles ends training with file, line, roles and its own words."""
+    strict = (
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}<s> {{ m['content'] }} </s> {% endfor %}"
+    )
+    monkeypatch.setattr(encoder._tokenizer, "chat_template", strict)
+    messages = [{"role": role, "content": "w5"} for role in (first, "user", "assistant")]
+    with pytest.raises(ValueError) as caught:
+        encoder.encode(Chat(tuple(messages), "chats.jsonl line 4"))
+    said = f"chats.jsonl line 4: the chat template refuses this chat ({first}, user, assistant): roles must alternate"
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("words", ["w5 w6", "a", ""])
+def test_first_answer_under_a_template_that_looks_at_it(encoder, monkeypatch, words):
+    """Where no empty chat can be rendered, the default words before a first answer are no targets; the answer is."""
+    default = (
+        "{% if messages[0]['role'] != 'system' %}w1 w2 {% endif %}"
+        "{% for m in messages %}<s> {{ m['content'] }} </s> {% endfor %}{% if add_generation_prompt %}<s> {% endif %}"
+    )
+    monkeypatch.setattr(encoder._tokenizer, "chat_template", default)
+    messages = [{"role": role, "content": words} for role in ("assistant", "user", "assistant")]
+    encoded = encoder.encode(Chat(tuple(messages), "here"))
+    answer = encoder._tokenizer(f"{words} </s>", add_special_tokens=False).input_ids
+    assert [token for token, is_target in zip(encoded.tokens, encoded.is_target) if is_target] == answer * 2
 
 
 def test_splits_are_cut_by_chats(converted, file):

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.training import data_cache
 from megatron.training.batch import BatchShape, next_batch
-from megatron.training.data import TrainingData, check_data, tokenizer_of
+from megatron.training.data import TrainingData, changed_epochs, check_data, tokenizer_of, valid_position
 from megatron.training.samplers import SequentialBatches, ShuffledBatches
 from tests.training.corpora import counting_corpus
 from tests.training.runs import settings
@@ -74,10 +75,80 @@ def test_resume_goes_on_where_it_stood(prefix, words):
     assert whole[6:8] != whole[:2]
 
 
+@pytest.mark.parametrize(
+    ("words", "iteration", "consumed", "place"),
+    [
+        ("--eval-interval 10", 50, 20, 20),  # five evaluations of four samples are done, six follow
+        ("--eval-interval 25", 50, 20, 0),  # five instead of two were done, three follow: 32 samples of 20
+        ("--eval-interval 25", 50, 8, 8),
+        ("--eval-interval 10", 100, 44, 0),  # the run is done and is started once more
+        ("--eval-interval 10 --eval-iters 3 --train-iters 200", 100, 44, 44),
+        ("--eval-interval 10 --skip-train", 50, 20, 0),
+    ],
+)
+def test_validation_goes_on_while_it_lasts(words, iteration, consumed, place):
+    """A resumed run reads on in the validation data if its last evaluation finds samples there, else from the start."""
+    assert valid_position(settings(f"--train-iters 100 --eval-iters 1 {words}"), iteration, consumed) == place
+
+
+def test_changed_number_of_passes_is_said(prefix):
+    """Other passes over a source are another order; within one pass the number of samples changes nothing."""
+    few, more, many = (
+        check_data(settings(f"--train-iters {count}", f"--data-path {prefix} --split 30,10,0"))
+        for count in (5, 10, 100)
+    )
+    assert few.report.epochs == more.report.epochs == (1,) and many.report.epochs[0] > 1
+    assert not changed_epochs((1,), more) and not changed_epochs((), many)
+    [line] = changed_epochs((1,), many)
+    assert f"training shuffled 1 passes over its data and now shuffles {many.report.epochs[0]}" in line
+
+
 def test_index_cache_gives_the_same_samples(prefix):
     """A second start reads the cached index and gives the same samples."""
     first = tokens(build(prefix).train_iterators(0)[0], 5)
     assert tokens(build(prefix).train_iterators(0)[0], 5) == first
+
+
+def cached_indices(prefix):
+    """Return the names of the index files beside the data."""
+    return {path.name for path in Path(f"{prefix}/cache/GPTDataset_indices").glob("*.npy")}
+
+
+@pytest.mark.parametrize(("num_documents", "length"), [(400, 50), (40, 90), (36, 30)])
+def test_rewritten_data_has_its_own_index(prefix, tmp_path, num_documents, length):
+    """A dataset written anew under its old prefix gives what it would give under a prefix without a cache."""
+    build(prefix)
+    for path in (prefix, fresh := str(tmp_path / "fresh")):
+        counting_corpus(Path(path), num_documents, length)
+    assert tokens(build(prefix).train_iterators(0)[0], 20) == tokens(build(fresh).train_iterators(0)[0], 20)
+
+
+def test_unchanged_data_keeps_its_index(prefix):
+    """A second start, and one after the files were copied over themselves, build no index."""
+    build(prefix)
+    before = cached_indices(prefix)
+    for ending in (".bin", ".idx"):
+        path = Path(prefix + ending)
+        content = path.read_bytes()
+        path.unlink()
+        path.write_bytes(content)
+    build(prefix)
+    assert cached_indices(prefix) == before != set()
+
+
+def test_large_index_is_known_by_its_ends(prefix, monkeypatch):
+    """Of an index that is too large to hash, the sizes and both ends count."""
+    monkeypatch.setattr(data_cache, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(data_cache, "_END_BYTES", 64)
+    index, before = Path(f"{prefix}.idx"), data_cache.content_stamp(prefix)
+    content = index.read_bytes()
+    stamps = {before}
+    for place in (40, len(content) - 3):
+        index.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+        stamps.add(data_cache.content_stamp(prefix))
+    assert len(stamps) == 3
+    index.write_bytes(content)
+    assert data_cache.content_stamp(prefix) == before
 
 
 def test_half_written_cache_is_built_again(prefix, capsys):
