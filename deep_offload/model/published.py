@@ -23,6 +23,7 @@ PUBLISHED_RANKS = 4
 """GPUs of a published node, all at work."""
 
 _MOST_ROUNDS = 60
+_MOST_DRAM_BYTES_PER_S = 1e18  # of no machine: the fit would go on beyond all numbers
 _NO_GUARANTEE = 1e-3
 """Busy rates of a fitted profile as a part of those alone: none is known, so lanes slow down alike."""
 
@@ -205,15 +206,16 @@ def fit_rates(runs: FitRuns, machine: HardwareProfile) -> PublishedRates:
         return predicted_step_seconds(PublishedRun(runs.numel, runs.subgroups, stride), rates, machine)
 
     rates = PublishedRates(runs.numel / runs.stride_10, 30 * runs.numel / runs.stride_10, 1e12, flush)
-    for _ in range(_MOST_ROUNDS):  # each time is nearly proportional to 1 / its rate
+    is_met, rounds = False, 0
+    while not is_met:
+        if rounds == _MOST_ROUNDS or rates.dram_bytes_per_s > _MOST_DRAM_BYTES_PER_S:
+            raise ValueError(f"no memory rate explains {runs.stride_2:.3f} s at stride 2: check the fitted runs")
+        rounds += 1  # each time is nearly proportional to 1 / its rate
         too_slow_10 = step(10, rates) / runs.stride_10
         rates = replace(rates, cpu_adam=rates.cpu_adam * too_slow_10)
         too_slow_2 = step(2, rates) / runs.stride_2
         rates = replace(rates, dram_bytes_per_s=rates.dram_bytes_per_s * too_slow_2**1.5)
-        if abs(too_slow_10 - 1) + abs(too_slow_2 - 1) < 1e-3:
-            break
-    else:
-        raise ValueError(f"no memory rate explains {runs.stride_2:.3f} s at stride 2: check the fitted runs")
+        is_met = abs(too_slow_10 - 1) + abs(too_slow_2 - 1) < 1e-3
     back = runs.numel / max(1e-9, runs.plain - runs.stride_10)
     for _ in range(6):  # what the blocking copies add is nearly numel / rate
         rest = step(None, replace(rates, weight_return=back)) - runs.numel / back
