@@ -45,6 +45,7 @@ def run_blocks(blocks: list[str], folder: Path) -> None:
         assert result.returncode == 0, f"{block}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
 
 
+@pytest.mark.timeout(900)  # several blocks, of which each has a limit of its own
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable_blocks(page)])
 def test_blocks_run(page, tmp_path):
     """The runnable shell blocks of a page succeed, in order, in a folder of their own."""
