@@ -183,7 +183,7 @@ class InterleavedAdamW(torch.optim.Optimizer):
         Before or after the model's own weights, as long as they are those of the state. Raises ValueError, with nothing
         changed, for the state of another model, of another kind of optimizer, or of another number of ranks.
         """
-        check_loadable(state_dict, self.param_groups)
+        check_loadable(state_dict, self.param_groups, self._number)
         self._engine.synchronize()
         self._take_in_all()
         for group, saved_group in zip(self.param_groups, state_dict["param_groups"], strict=True):

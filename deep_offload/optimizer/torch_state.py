@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,13 @@ NOT_TAKEN_OVER = frozenset(
 """Keys of a saved group that stay out: its numbering, and options of torch's Adam that have no meaning here."""
 
 
-def check_loadable(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Raises ValueError, one sentence, unless the state is that of AdamW over these parameters on this rank."""
+def check_loadable(
+    state_dict: dict[str, Any], groups: Sequence[dict[str, Any]], trained: Collection[torch.nn.Parameter]
+) -> None:
+    """Raises ValueError, one sentence, unless the state is that of AdamW over these parameters on this rank.
+
+    trained: those of the groups that have state.
+    """
     saved_groups = state_dict["param_groups"]
     if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in groups]:
         raise ValueError(
@@ -30,7 +35,7 @@ def check_loadable(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]])
     for group, saved_group in zip(groups, saved_groups, strict=True):
         _check_options(saved_group)
         for p, number in zip(group["params"], saved_group["params"], strict=True):
-            if p.requires_grad and number in state_dict["state"]:
+            if p in trained and number in state_dict["state"]:
                 _check_param(number, state_dict["state"][number], local(p).shape)
 
 

@@ -162,3 +162,13 @@ def test_states_of_other_optimizers():
             with pytest.raises(ValueError, match=message):
                 optimizer.load_state_dict(other.state_dict())
         optimizer.close()
+
+
+def test_a_parameter_that_was_frozen_later_is_checked_too():
+    """It has state, which is loaded: that of another shape is refused."""
+    model, optimizer = trained()
+    wrong = changed(optimizer.state_dict(), 2, exp_avg=torch.zeros(40, 41))
+    model[2].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 2 has shape \(40, 41\) in the state"):
+        optimizer.load_state_dict(wrong)
+    optimizer.close()
