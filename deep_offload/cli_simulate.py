@@ -15,6 +15,7 @@ from deep_offload.model.cost import op_seconds
 from deep_offload.model.dry_run import Forecast, StageForecast, dry_run_report, forecast, milliseconds
 from deep_offload.model.hardware import HardwareProfile
 from deep_offload.model.memory import PROCESS_HOST_BYTES, SAVE_HOST_BYTES, format_bytes
+from deep_offload.model.planning import try_forecast
 from deep_offload.model.simulator import Simulation, settled_iteration, simulate
 from deep_offload.plan.draw import draw_lanes
 from deep_offload.plan.planner import build_plan
@@ -128,18 +129,15 @@ def _share_table(result: Forecast, config: OffloadConfig) -> list[str]:
     rows = [("GPU share", "slots", "update", "iteration", "bound by")]
     for share in SHARES:
         changed = replace(config, offload_gpu_share=share, offload_stride="auto")
-        try:
-            found = forecast(result.run, changed, result.profile)
-        except ValueError:
-            found = None
-        if found is None or found.problems:
-            rows.append((f"{share:g}", "-", "-", "-", "does not fit"))
+        found = try_forecast(f"{share:g}", result.run, changed, result.profile)
+        if found.result is None or found.problems:
+            rows.append((found.name, "-", "-", "-", "does not fit"))
             continue
-        slowest = found.slowest
+        slowest = found.result.slowest
         choice = slowest.choice
         update = f"{milliseconds(choice.predicted_update_seconds)} ms"
         iteration = f"{milliseconds(slowest.iteration_seconds)} ms"
-        rows.append((f"{share:g}", str(choice.num_slots), update, iteration, choice.binding_lane))
+        rows.append((found.name, str(choice.num_slots), update, iteration, choice.binding_lane))
     return table(rows)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deep_offload.plan.draw import is_number
+
 Check = Callable[[Any], bool]
 """Whether a value read from JSON is as it must be."""
 
-_MOST = 1e18
-"""More seconds, bytes or iterations than a run has, and far below what arithmetic with floats can take."""
 _LATEST = 1e11
 """Seconds since 1970, about the year 5000: calendars end soon after."""
 _DEEPEST = 20
@@ -28,22 +28,17 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_number(value: object) -> bool:
-    """Charts and medians can take it: no NaN, no infinity."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
-
-
 def _is_outcome(value: object) -> bool:
     """What training computed, NaN and infinities too: charts leave them out."""
-    return isinstance(value, float) or _is_number(value)
+    return isinstance(value, float) or is_number(value)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and _is_number(value)
+    return isinstance(value, int) and is_number(value)
 
 
 def _is_time(value: object) -> bool:
-    return _is_number(value) and 0 <= value < _LATEST
+    return is_number(value) and 0 <= value < _LATEST
 
 
 def _is_lines(value: object) -> bool:
@@ -84,16 +79,16 @@ def _has(needed: Mapping[str, Check], **optional: Check) -> Check:
 
 
 _PREDICTED = _has(
-    {"update_seconds": _is_number, "binding_lane": _is_text, "profile": _is_text, "profile_source": _is_text},
-    iteration_seconds=_or_none(_is_number),
+    {"update_seconds": is_number, "binding_lane": _is_text, "profile": _is_text, "profile_source": _is_text},
+    iteration_seconds=_or_none(is_number),
 )
 _PLACED: dict[str, Check] = {
     "time": _is_time,
     "placement": _is_lines,
     "predicted": _or_none(_PREDICTED),
-    "state_bytes": _has({"host": _is_number, "device": _is_number}),
+    "state_bytes": _has({"host": is_number, "device": is_number}),
 }
-_PLANNED = _has({"host": _is_number, "device": _is_number, "device_total": _is_number})
+_PLANNED = _has({"host": is_number, "device": is_number, "device_total": is_number})
 _START: dict[str, Check] = {
     **_PLACED,
     "command": _is_text,
@@ -104,25 +99,25 @@ _START: dict[str, Check] = {
 }
 _UPDATE = _has(
     {
-        "seconds": _is_number,
-        "share_of_bound": _is_number,
+        "seconds": is_number,
+        "share_of_bound": is_number,
         "lane": _is_text,
-        "attributed": _is_number,
-        "busy": _each(_is_number),
+        "attributed": is_number,
+        "busy": _each(is_number),
     },
-    in_place_seconds=_is_number,
+    in_place_seconds=is_number,
 )
 _STEP: dict[str, Check] = {
     "iteration": _is_count,
-    "seconds": _is_number,
+    "seconds": is_number,
     "losses": _each(_is_outcome),
     "learning_rate": _is_outcome,
     "grad_norm": _or_none(_is_outcome),
     "skipped": _is_count,
     "nan": _is_count,
-    "wait_seconds": _is_number,
-    "times": _each(_is_number),
-    "memory": _has({"host_peak": _is_number}, device=_is_number, device_peak=_is_number),
+    "wait_seconds": is_number,
+    "times": _each(is_number),
+    "memory": _has({"host_peak": is_number}, device=is_number, device_peak=is_number),
 }
 
 # Optional is what runs of before had not.
@@ -132,6 +127,6 @@ _EVENTS: dict[str, Check] = {
     "note": _has({"text": _is_text}),
     "step": _has(_STEP, update=_or_none(_UPDATE)),
     "evaluation": _has({"iteration": _is_count, "split": _is_text, "losses": _each(_is_outcome)}),
-    "checkpoint": _has({"iteration": _is_count, "seconds": _is_number}),
+    "checkpoint": _has({"iteration": _is_count, "seconds": is_number}),
     "end": _has({"stop_reason": _or_none(_is_text)}),
 }

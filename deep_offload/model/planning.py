@@ -45,7 +45,7 @@ class Alternative:
 
 def alternatives(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> tuple[Alternative, ...]:
     """Forecast every strategy on the same run."""
-    return tuple(_alternative(name, run, _with(config, changes), profile) for name, changes in STRATEGIES)
+    return tuple(try_forecast(name, run, _with(config, changes), profile) for name, changes in STRATEGIES)
 
 
 def free_gpu_bytes(run: RunShape, profile: HardwareProfile) -> int:
@@ -60,7 +60,8 @@ def _with(config: OffloadConfig, changes: dict[str, object]) -> OffloadConfig:
     return replace(config, **{"offload_gpu_share": "auto", "offload_stride": "auto", **changes})  # type: ignore[arg-type]
 
 
-def _alternative(name: str, run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> Alternative:
+def try_forecast(name: str, run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> Alternative:
+    """A forecast under a name, or why there is none."""
     try:
         result = forecast(run, config, profile)
     except ValueError as error:
@@ -88,7 +89,7 @@ def other_cuts(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -
         except ValueError:
             continue
         name = f"{cut.world_size} GPUs: tensor {cut.tensor} x pipeline {cut.pipeline} x data {cut.data}"
-        found.append(_alternative(name, other, config, profile))
+        found.append(try_forecast(name, other, config, profile))
     return tuple(found)
 
 
@@ -164,10 +165,7 @@ def leanest(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> O
 
 def fits_as_chosen(run: RunShape, config: OffloadConfig, profile: HardwareProfile) -> bool:
     """Whether the run fits with what is chosen where settings are free, as training would choose."""
-    try:
-        return not forecast(run, config, profile).problems
-    except ValueError:
-        return False
+    return not try_forecast("as chosen", run, config, profile).problems
 
 
 def fewest_gpus(

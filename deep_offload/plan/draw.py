@@ -28,7 +28,7 @@ LEGEND = (
     "numbers are subgroups, % is the busy share of the update"
 )
 _MOST = 1e18
-"""More seconds or bytes than any trace holds."""
+"""More seconds, bytes or iterations than a run has, and far below what arithmetic with floats can take."""
 
 
 def draw_lanes(timeline: Timeline, width: int = 100) -> str:
@@ -197,9 +197,13 @@ def _text(value: Any) -> str:
     return value
 
 
+def is_number(value: object) -> bool:
+    """Whether charts and medians can take it: no NaN, no infinity, and nothing near the limits of floats."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _MOST
+
+
 def _number(value: Any) -> Any:
-    """The same number, whole or not, if charts can be drawn with it: no NaN, and nothing near the limits of floats."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < _MOST:
+    if not is_number(value):
         raise TypeError(f"{reprlib.repr(value)} where a number belongs")
     return value
 

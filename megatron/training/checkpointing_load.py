@@ -7,7 +7,6 @@ The layout, the placement and the storage of the run that saved do not matter: f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from deep_offload.optimizer.checkpoint_state import (
 )
 from megatron.training import checkpointing_layout as layout
 from megatron.training.checkpointing_format import CheckpointReader, check_shapes, flat_values
-from megatron.training.checkpointing_safety import PATH_ERRORS, load_checked, read_checksums, verify_file
+from megatron.training.checkpointing_safety import PATH_ERRORS, load_checked, read_checksums, verify_files
 from megatron.training.checkpointing_save import NUM_FILES, OUR_FORMAT, OUR_KEY, together
 
 
@@ -104,12 +103,7 @@ def verify(folder: Path) -> bool:
         if sums is None:
             _check_sizes(folder)
             return False
-        mine = sorted(sums)[rank::size]
-        with ThreadPoolExecutor(NUM_FILES) as threads:
-            found = list(threads.map(lambda name: verify_file(folder, name, sums[name]), mine))
-        wrong = next(filter(None, found), None)
-        if wrong is not None:
-            raise ValueError(wrong)
+        verify_files(folder, sorted(sums)[rank::size], sums, NUM_FILES)
         return True
 
     return bool(agree(look))

@@ -8,6 +8,8 @@ import io
 import os
 import pickle
 import zipfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -320,6 +322,15 @@ def file_sha256(path: Path) -> str:
         while size := file.readinto(piece):
             digest.update(piece[:size])
     return digest.hexdigest()
+
+
+def verify_files(folder: Path, names: Sequence[str], sums: Mapping[str, str], num_threads: int) -> None:
+    """Raises ValueError, one sentence, naming the first of the files that is damaged; OSError where the disk fails."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        found = list(threads.map(lambda name: verify_file(folder, name, sums[name]), names))
+    wrong = next(filter(None, found), None)
+    if wrong is not None:
+        raise ValueError(wrong)
 
 
 def verify_file(folder: Path, name: str, expected: str) -> str | None:

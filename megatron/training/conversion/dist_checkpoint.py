@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from megatron.training.checkpointing_format import BoxWriter, CheckpointReader
 from megatron.training.checkpointing_layout import CHECKSUMS, COMMON, CONFIG, METADATA
-from megatron.training.checkpointing_safety import load_checked, read_checksums, verify_file
+from megatron.training.checkpointing_safety import load_checked, read_checksums, verify_files
 from megatron.training.checkpointing_save import NUM_FILES, write_common
 from megatron.training.conversion.ahead import one_ahead
 
@@ -84,11 +83,7 @@ class LayerReader:
         unknown = [name for name in names if name not in sums]
         if unknown:
             raise ValueError(f"{self.folder / CHECKSUMS} has no line for {unknown[0]}: give another checkpoint")
-        with ThreadPoolExecutor(NUM_FILES) as threads:
-            found = threads.map(lambda name: verify_file(self.folder, name, sums[name]), names)
-            wrong = next(filter(None, found), None)
-        if wrong is not None:
-            raise ValueError(wrong)
+        verify_files(self.folder, names, sums, NUM_FILES)
 
     def keys(self) -> list[str]:
         """Return the names of all tensors, optimizer state included."""
